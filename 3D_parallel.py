@@ -1,0 +1,1627 @@
+"""Train a Hugging Face causal language model on a TP x DP x CP device mesh, in one script.
+
+    ./launch.sh                                  # the embedded default: a tiny model on the source text of Python
+    TP_SIZE=2 DP_SIZE=2 CP_SIZE=2 ./launch.sh    # the same on 8 processes
+    torchrun --standalone --nproc_per_node 8 3D_parallel.py --tp_size 2 --cp_size 2 --model_name FOLDER_OR_HUB_ID
+    python 3D_parallel.py                        # one process, no process group
+
+Read it from the top to the bottom: that is the order in which a run goes through it.
+
+    1 configuration   2 start   3 model   4 plans   5 attention   6 data   7 loss   8 checkpoint   9 training   10 main
+
+Three axes share the ranks. "tp" splits every large matrix and, between the blocks, the sequence; "cp" splits the
+sequence; "dp" splits the batch. Parameters, gradients and optimizer state are sharded over dp x cp as well (FSDP), so
+that each of N ranks holds 1/N of the state. Every mesh computes the same run as one process does.
+"""
+
+import contextlib
+import functools
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import pickle
+import re
+import shlex
+import shutil
+import sys
+import sysconfig
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.attention.bias import causal_lower_right
+from tqdm import tqdm
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    get_scheduler,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1 configuration
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def flag(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class Config:
+    """Every flag of the script; each default works."""
+
+    # model
+    model_name: str = flag("tiny", "'tiny', a hub id, or a folder with config.json and weights")
+    from_scratch: bool = flag(False, "random weights from the model's config instead of its trained ones")
+    dtype: Literal["float32", "bfloat16"] = flag("float32", "compute in this; parameters and optimizer stay float32")
+    # data
+    dataset_name: str = flag("stdlib", "'stdlib' (Python's own source), a hub id, or a .txt/.jsonl/.parquet file")
+    text_column: str = flag("text", "the column that holds the text")
+    seq_len: int = flag(256, "tokens in a sequence; divides by 2 * cp, and a shard of it by tp")
+    # mesh
+    tp_size: int | None = flag(None, "tensor-parallel ranks; default: $TP_SIZE, or 1")
+    dp_size: int | None = flag(None, "data-parallel ranks; default: $DP_SIZE, or what tp and cp leave")
+    cp_size: int | None = flag(None, "context-parallel ranks; default: $CP_SIZE, or 1")
+    # training
+    global_batch_size: int = flag(8, "sequences in a step, over all ranks")
+    micro_batch_size: int | None = flag(None, "sequences in one forward of one rank; default: all of its share")
+    num_train_steps: int = flag(300, "steps of the whole run, resumed parts included")
+    learning_rate: float | None = flag(None, "peak learning rate, also on resume; default: 8e-3 for tiny, else 5e-5")
+    weight_decay: float = flag(0.1, "AdamW weight decay, on matrices only; on resume the flag holds")
+    warmup_steps: int = flag(20, "steps of linear warm-up; a cosine to zero follows")
+    max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm")
+    seed: int = flag(0, "seed of the initial weights, of the order of the data and of dropout")
+    eval_every: int = flag(0, "evaluate on the held-out 1 % of the data every so many steps; 0: never")
+    # files
+    output_dir: str = flag("output", "checkpoints and metrics.jsonl go here; one directory that all machines see")
+    save_every: int = flag(0, "save a checkpoint every so many steps; 0: only at the end")
+    keep_last: int = flag(2, "how many checkpoints of this run to keep")
+    resume: str = flag("never", "'never', 'auto' (the newest good checkpoint in output_dir), or a checkpoint's path")
+    verify_checksums: bool = flag(True, "on resume, compare the checksum of each file; sizes are always compared")
+    wandb_mode: Literal["auto", "online", "offline", "disabled"] = flag("auto", "auto: online where there is a key")
+    # machine
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: CUDA where there is a GPU")
+    timeout: int = flag(600, "seconds after which a collective that some rank does not join ends the run")
+
+
+def fail(sentence: str) -> NoReturn:
+    """End this process with exit code 2 and one sentence. Call it on all ranks of a machine alike."""
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        print(f"3D_parallel.py: error: {sentence}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(2)  # torchrun stops all ranks at the first exit: let the one that speaks go first
+    raise SystemExit(2)
+
+
+def parse_arguments(argv: list[str]) -> Config:
+    """Read the flags, fill in the mesh from TP_SIZE, DP_SIZE, CP_SIZE and WORLD_SIZE, and refuse what cannot work."""
+    parser = HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.error = fail
+    args = Config(**vars(parser.parse_args(argv)))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+
+    for axis in ("tp_size", "cp_size", "dp_size"):
+        value = os.environ.get(axis.upper(), "")
+        if getattr(args, axis) is None and value:
+            if not value.isdigit():
+                fail(f"{axis.upper()}={value} is not a whole number")
+            setattr(args, axis, int(value))
+    args.tp_size = 1 if args.tp_size is None else args.tp_size
+    args.cp_size = 1 if args.cp_size is None else args.cp_size
+    if args.dp_size is None:
+        args.dp_size = max(1, world_size // max(1, args.tp_size * args.cp_size))
+    if args.learning_rate is None:
+        args.learning_rate = 8e-3 if args.model_name == "tiny" else 5e-5
+    at_least_1 = "tp_size cp_size dp_size seq_len global_batch_size micro_batch_size num_train_steps timeout keep_last"
+    for name in at_least_1.split():
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            fail(f"--{name} {getattr(args, name)} must be at least 1")
+    for name in "learning_rate weight_decay warmup_steps max_grad_norm seed save_every eval_every".split():
+        if not 0 <= getattr(args, name) < math.inf:
+            fail(f"--{name} {getattr(args, name)} must be a finite number that is not negative")
+    if args.max_grad_norm == 0:
+        fail("--max_grad_norm 0 would erase every gradient; a large value such as 1e9 turns clipping off")
+
+    tp, dp, cp = args.tp_size, args.dp_size, args.cp_size
+    if tp * dp * cp != world_size:
+        fail(
+            f"tp_size {tp} x dp_size {dp} x cp_size {cp} needs {tp * dp * cp} processes, but there "
+            f"{'is 1' if world_size == 1 else f'are {world_size}'}; launch with --nproc_per_node {tp * dp * cp}"
+        )
+    if args.global_batch_size % dp:
+        works = math.ceil(args.global_batch_size / dp) * dp
+        fail(f"--global_batch_size {args.global_batch_size} does not divide by dp_size {dp}; {works} would work")
+    share = args.global_batch_size // dp
+    args.micro_batch_size = args.micro_batch_size or share
+    if share % args.micro_batch_size:
+        works = ", ".join(str(n) for n in range(1, share + 1) if share % n == 0)
+        fail(f"--micro_batch_size {args.micro_batch_size} does not divide a rank's {share} sequences; use {works}")
+    # under cp a rank holds two chunks of the sequence, and tp cuts what a rank holds once more
+    unit = math.lcm(2 * cp if cp > 1 else 1, cp * tp)
+    if args.seq_len % unit:
+        works = " or ".join(str(n * unit) for n in (args.seq_len // unit, args.seq_len // unit + 1) if n)
+        fail(f"--seq_len {args.seq_len} does not divide by {unit} (cp_size {cp}, tp_size {tp}); {works} would work")
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if restarted and args.resume == "never":
+        args.resume = "restart"  # like auto, but only from what this very run has saved
+    return args
+
+
+def check_versions() -> None:
+    """Refuse versions of torch and transformers that lack what the script is built on."""
+    for module, low, high in ((torch, (2, 11), (2, 16)), (transformers, (5, 17), (6, 0))):
+        version = tuple(int(part) for part in re.findall(r"\d+", module.__version__)[:2])
+        if not low <= version < high:
+            needed = "{}.{} or later, below {}.{}".format(*low, *high)
+            fail(
+                f"{module.__name__} {module.__version__} will not do, it takes {needed}: pip install -r requirements.txt"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2 start
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def start_process_group(device: str, timeout_s: int) -> torch.device:
+    """Choose this rank's device and, when launched by torchrun, join the process group.
+
+    One GPU a rank with NCCL, or gloo on CPU. A CUDA run has gloo beside NCCL, for objects that live on the host.
+    """
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device == "cuda" and not torch.cuda.is_available():
+        fail("--device cuda, but this machine has no GPU that torch can use; --device cpu would work")
+    if device == "cpu" or not torch.cuda.is_available():
+        chosen, backend = torch.device("cpu"), "gloo"
+    else:
+        if local_size > torch.cuda.device_count():
+            fail(
+                f"{local_size} ranks were started on a machine with {torch.cuda.device_count()} GPUs; "
+                "start one rank a GPU, or add --device cpu"
+            )
+        chosen, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(chosen)
+    if "RANK" in os.environ:
+        device_id = chosen if chosen.type == "cuda" else None
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device_id)
+    return chosen
+
+
+def build_mesh(device_type: str, *, dp: int, cp: int, tp: int) -> DeviceMesh:
+    """The dp x cp x tp device mesh.
+
+    tp is innermost: its traffic is the most frequent, and neighbouring ranks share the fastest link.
+    """
+    return init_device_mesh(device_type, (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+
+
+def get_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The value of every rank, in the order of ranks, on every rank. A collective."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def agree(problem: str | None, group: dist.ProcessGroup | None = None) -> None:
+    """End all ranks with one sentence if any of them has a problem. A collective."""
+    problems = [p for p in gather_objects(problem, group) if p]
+    if problems:
+        fail(problems[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3 model
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def tiny_config() -> LlamaConfig:
+    """A Llama of 0.6 million parameters that learns to spell Python in a minute on two cores."""
+    return LlamaConfig(
+        vocab_size=320,  # 256 bytes and the end of a document, rounded up to a multiple of 64
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=256,
+        pad_token_id=None,
+    )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer whose tokens are the 256 bytes, and one that ends a document."""
+    import tokenizers  # comes with transformers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
+def load_config_and_tokenizer(model_name: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+    """The model's config and tokenizer, from the script itself, a folder, or the hub."""
+    if model_name == "tiny":
+        return tiny_config(), byte_tokenizer()
+    problem, config, tokenizer = None, None, None
+    try:
+        config = AutoConfig.from_pretrained(model_name)
+        tokenizer = AutoTokenizer.from_pretrained(model_name)
+    except Exception as error:  # the hub, the files and the parsers raise all kinds
+        what = "tokenizer" if config else "config"
+        problem = (
+            f"the {what} of --model_name {model_name} cannot be read ({first_line(error)}); give 'tiny', a folder with "
+            "config.json and tokenizer files, or a hub id that this machine can reach"
+        )
+    agree(problem)
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        fail(f"--model_name {model_name} is a {config.model_type}, which Transformers does not list as a causal LM")
+    if len(tokenizer) > config.vocab_size:
+        fail(f"the tokenizer of {model_name} has {len(tokenizer)} tokens, more than its vocab_size {config.vocab_size}")
+    return config, tokenizer
+
+
+def first_line(error: BaseException, limit: int = 200) -> str:
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def read_full_model(model_name: str, config: PreTrainedConfig, from_scratch: bool, seed: int) -> PreTrainedModel:
+    """The whole model on the CPU in float32, in training mode, with trained or seeded random weights.
+
+    Raises ValueError when the weights do not fill the model.
+    """
+    if from_scratch or model_name == "tiny":
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
+    model, info = AutoModelForCausalLM.from_pretrained(
+        model_name, config=config, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+    )
+    if info["missing_keys"]:
+        raise ValueError(
+            f"its weights lack {len(info['missing_keys'])} tensors, {min(info['missing_keys'])} among them"
+        )
+    return model.train()
+
+
+def materialize(model: PreTrainedModel, device: torch.device) -> None:
+    """Give a sharded meta model its storage: only this rank's shards. Parameters hold garbage, buffers their values."""
+    model.to_empty(device=device)
+    model.tie_weights()  # to_empty gave each name of a tied parameter a tensor of its own
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # transformers' own mark: what bears it is not initialized again
+    model.initialize_weights()  # so this fills the buffers that no file holds, such as rotary frequencies
+
+
+@torch.no_grad()
+def copy_full_weights(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
+    """Copy rank 0's full model into the shards of all ranks, one tensor at a time.
+
+    Args:
+        model: sharded or not, with storage; the same on all ranks.
+        source: the full model on rank 0; None on the others.
+    """
+    full_tensors = dict(source.state_dict()) if source is not None else {}
+    persistent = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+    for name, target in itertools.chain(model.named_parameters(), buffers):
+        if get_rank() == 0:
+            full = full_tensors.pop(name).to(device=device, dtype=target.dtype)
+        else:
+            full = torch.empty(target.shape, dtype=target.dtype, device=device)
+        if dist.is_initialized():
+            dist.broadcast(full, src=0)
+        if isinstance(target, DTensor):
+            # src_data_rank=None: each rank cuts its own shard, nothing more is sent
+            full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+        target.copy_(full)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4 plans: tensor parallel, then FSDP
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The list of decoder layers: of all module lists the one that holds the most parameters."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    return max(lists, key=lambda module: sum(p.numel() for p in module.parameters()))
+
+
+def plan_pattern(name: str) -> str:
+    """The way Transformers writes a module's name in a plan: each index becomes a star."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def check_tensor_parallel(model: PreTrainedModel, tp: int) -> None:
+    """Refuse a model that a plan cannot split over tp ranks, with the sizes that would work."""
+    config = model.config.get_text_config()
+    family, head = config.model_type, model.get_output_embeddings()
+    styles = {name: model.tp_plan.get(plan_pattern(name)) for name, _ in model.named_modules()}
+    in_layers = {name: style for name, style in styles.items() if style and ".*" in plan_pattern(name)}
+    if not any("colwise" in style for style in in_layers.values()):
+        fail(f"{family} has no tensor-parallel plan for its layers in Transformers; tp_size 1 would work")
+    known = "colwise rowwise colwise_gather_output rowwise_split_input replicated_with_grad_allreduce".split()
+    if unknown := ", ".join(sorted(set(in_layers.values()) - set(known))):
+        fail(f"the tensor-parallel plan of {family} has {unknown}, which is not supported; tp_size 1 would work")
+    if not isinstance(head, nn.Linear) or not isinstance(model.get_input_embeddings(), nn.Embedding):
+        fail(f"{family} has no plain embedding and output head to split; tp_size 1 would work")
+
+    sizes: dict[str, int] = {}  # what tp has to divide; where the plan gathers a projection's output, that is nothing
+    if any(style == "colwise" and "attn" in name for name, style in in_layers.items()):
+        sizes["attention heads"] = config.num_attention_heads
+        sizes["key/value heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    for name, style in in_layers.items():
+        module, what = model.get_submodule(name), name.rsplit(".", 1)[-1]
+        if style == "colwise":
+            sizes[f"outputs of {what}"] = module.out_features
+        elif style == "rowwise":
+            sizes[f"inputs of {what}"] = module.in_features
+    if head.bias is not None:
+        sizes["biases of the output head"] = head.out_features
+    if bad := " and ".join(f"{size} {what}" for what, size in sizes.items() if size % tp):
+        common = math.gcd(*sizes.values())
+        works = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        fail(f"tp_size {tp} does not divide the {bad} of this {family}; tp_size {works} would work")
+
+
+def gather_sequence(tp_mesh: DeviceMesh) -> Callable:
+    """A forward pre-hook that gathers a block's hidden states along the sequence, once for all its projections.
+
+    (B, S/tp, H) on each rank becomes a replicated DTensor (B, S, H); the gradient comes back as one reduce-scatter.
+    """
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        def gather(hidden: Tensor) -> DTensor:
+            return DTensor.from_local(hidden, tp_mesh, [Shard(1)], run_check=False).redistribute(
+                placements=[Replicate()]
+            )
+
+        if args:  # some families pass hidden_states by position, some by keyword
+            return (gather(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": gather(kwargs["hidden_states"])}
+
+    return hook
+
+
+def replicate_module(module: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Run a module alike on all tp ranks, on a replicated input; its gradient is the same on each, so none is summed."""
+    distribute_module(
+        module,
+        tp_mesh,
+        input_fn=lambda _, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False),
+        output_fn=lambda _, output, mesh: output.to_local(),
+    )
+
+
+def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
+    """Split the model's matrices over tp, and the sequence between its blocks, by the model's own `tp_plan`.
+
+    Between blocks each rank holds (B, S/tp, H): sequence parallelism as in Korthikanti et al., arXiv 2205.05198. A block
+    gathers the sequence once, its last projection reduces and scatters it again. The logits stay split over the
+    vocabulary, as a DTensor for `loss_parallel`. Afterwards every parameter is a DTensor on `tp_mesh`.
+
+    Raises ValueError for a parameter that no rule covers.
+    """
+    check_tensor_parallel(model, tp_mesh.size())
+    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    styles = {name: model.tp_plan.get(plan_pattern(name)) for name, _ in model.named_modules()}
+    is_projection = {
+        name for name, style in styles.items() if style and "colwise" in style and ".*" in plan_pattern(name)
+    }
+    blocks = {name.rsplit(".", 1)[0] for name in is_projection}  # self_attn, mlp: the modules that own the projections
+
+    for name, module in list(model.named_modules()):
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
+        style = styles[name]
+        block = next((b for b in blocks if name.startswith(b + ".")), None)
+        if module is embedding:
+            # a negative padding index would wrap, and a positive one would hit another row in each shard
+            module.padding_idx = None
+            plan = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        elif module is head:
+            plan = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+        elif style == "colwise":
+            plan = ColwiseParallel()
+        elif style == "colwise_gather_output":
+            plan = ColwiseParallel(output_layouts=Replicate())
+        elif style == "rowwise":
+            plan = RowwiseParallel(output_layouts=Shard(1))
+        elif style == "rowwise_split_input":
+            plan = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        elif style == "replicated_with_grad_allreduce":
+            # q_norm and k_norm see (B, S, heads/tp, D): their gradient is a sum over the heads of all ranks
+            plan = SequenceParallel(sequence_dim=2, use_local_output=True)
+        elif block and any(styles[p] == "colwise_gather_output" for p in is_projection if p.startswith(block + ".")):
+            replicate_module(module, tp_mesh)  # a norm between projections whose outputs are whole on each rank
+            continue
+        elif block:
+            raise ValueError(
+                f"{name} lies inside a block that is split over tp, and the plan does not say how to run it"
+            )
+        else:
+            plan = SequenceParallel(use_local_output=True)
+        parallelize_module(module, tp_mesh, plan)
+    for block in blocks:
+        model.get_submodule(block).register_forward_pre_hook(gather_sequence(tp_mesh), with_kwargs=True)
+
+    if head.weight is not embedding.weight and model.config.get_text_config().tie_word_embeddings:
+        model.tie_weights()  # the two were cut one by one
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trainable[name])
+        if not isinstance(parameter, DTensor):
+            raise ValueError(f"no tensor-parallel rule covers {name}")
+
+
+def shard_dim(tp_size: int, fsdp_size: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Which dimension FSDP cuts: the first, except where tp has already cut it into unequal parts.
+
+    Cut twice, unequal parts have offsets that DCP writes but cannot read. So a vocabulary that tp does not divide is
+    cut by FSDP along the hidden dimension instead.
+    """
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        cut_by_tp = isinstance(parameter, DTensor) and Shard(0) in parameter.placements
+        if not cut_by_tp or parameter.shape[0] % tp_size == 0 or fsdp_size == 1:
+            return None
+        return Shard(1)
+
+    return placement
+
+
+def apply_fsdp(model: PreTrainedModel, fsdp_mesh: DeviceMesh, *, dtype: torch.dtype, tp_size: int = 1) -> None:
+    """Shard parameters, gradients and so the optimizer state over `fsdp_mesh`: a unit per decoder layer, and the ends.
+
+    The root's unit holds the embedding, and the head if it is tied to it: torch refuses one parameter in two units.
+    Gradients are averaged over the mesh in float32, whatever `dtype` computes in.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    options = {"mesh": fsdp_mesh, "mp_policy": policy, "shard_placement_fn": shard_dim(tp_size, fsdp_mesh.size())}
+    for layer in find_decoder_layers(model):
+        fully_shard(layer, **options)
+    if head is not None and head.weight is not embedding.weight:
+        # its forward ends where the backward begins: gathering it again would be wasted
+        fully_shard(head, **options, reshard_after_forward=False)
+    fully_shard(model, **options)
+
+
+def build_model(
+    model_name: str,
+    config: PreTrainedConfig,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    from_scratch: bool,
+    seed: int,
+    load_weights: bool = True,
+) -> PreTrainedModel:
+    """The model on `device`, sharded over `mesh`, with its first weights: the same in every mesh. A collective.
+
+    Built without storage, cut, and only then given memory. Rank 0 alone reads the whole model, on the CPU, and sends it
+    tensor by tensor; with `load_weights=False` nobody does, because a checkpoint follows.
+    """
+    source, problem = None, None
+    if load_weights and get_rank() == 0:
+        try:
+            source = read_full_model(model_name, config, from_scratch, seed)
+        except Exception as error:  # files, hub and config raise all kinds
+            problem = f"the weights of --model_name {model_name} cannot be loaded: {first_line(error)}"
+    agree(problem)
+    if mesh is None and source is not None:
+        return source.to(device)
+    cp = mesh["cp"].size() if mesh is not None else 1
+    attention = "context_parallel" if cp > 1 else "sdpa"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).train()
+    if mesh is not None:
+        if mesh["tp"].size() > 1:
+            apply_tensor_parallel(model, mesh["tp"])
+        # private, because there is no public way to join two axes; a 2-D mesh would make fully_shard replicate over dp
+        fsdp_mesh = mesh["dp", "cp"]._flatten("fsdp")
+        apply_fsdp(model, fsdp_mesh, dtype=dtype, tp_size=mesh["tp"].size())
+    materialize(model, device)
+    if load_weights:
+        copy_full_weights(model, source, device)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5 attention: sequence shards, context-parallel attention
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def shard_sequence(full: Tensor, cp_rank: int, cp_size: int, dim: int = 1) -> Tensor:
+    """Cut the sequence into 2 * cp chunks and keep chunks r and 2 * cp - 1 - r.
+
+    One chunk from the head and one from the tail: causal attention then costs the same on every rank.
+    At cp = 2, rank 0 holds chunks 0 and 3, rank 1 chunks 1 and 2.
+    """
+    if cp_size == 1:
+        return full
+    chunks = full.chunk(2 * cp_size, dim)
+    return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]], dim)
+
+
+def gather_sequence_shards(shard: Tensor, cp_mesh: DeviceMesh, dim: int) -> Tensor:
+    """The inverse of `shard_sequence`: the whole sequence, in its natural order, on every rank.
+
+    Differentiable: the backward adds up what all ranks say about a position and returns each its shard (reduce-scatter).
+    """
+    cp_size = cp_mesh.size()
+    gathered = (
+        DTensor.from_local(shard, cp_mesh, [Shard(dim)], run_check=False)
+        .redistribute(placements=[Replicate()])
+        .to_local(grad_placements=[Partial()])
+    )
+    chunks = gathered.chunk(2 * cp_size, dim)  # in the order 0, 2cp-1, 1, 2cp-2, ...
+    return torch.cat([*chunks[0::2], *chunks[1::2][::-1]], dim)
+
+
+def context_parallel_attention(cp_mesh: DeviceMesh) -> Callable:
+    """An attention function for Transformers' AttentionInterface that sees the whole sequence from each shard of it.
+
+    Keys and values are gathered along the sequence (they are small under grouped-query attention), queries stay where they
+    are, and each of the two chunks of queries runs causal attention on what lies before it: the method of Llama 3,
+    arXiv 2407.21783, section 3.3.2. The count of its calls is kept in `.calls`.
+    """
+    cp_rank, cp_size = cp_mesh.get_local_rank(), cp_mesh.size()
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,  # (B, heads, S/cp, D)
+        key: Tensor,  # (B, kv heads, S/cp, D)
+        value: Tensor,  # (B, kv heads, S/cp, D)
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **kwargs,
+    ) -> tuple[Tensor, None]:
+        attention.calls += 1
+        window, softcap, sinks = kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux")
+        key_value = gather_sequence_shards(torch.cat([key, value], dim=-1), cp_mesh, dim=2)  # (B, kv heads, S, 2D)
+        if (
+            attention_mask is not None
+            or dropout
+            or softcap
+            or sinks is not None
+            or not getattr(module, "is_causal", True)
+        ):
+            raise ValueError("context-parallel attention is causal, without a mask, dropout, softcap or sinks")
+        if window is not None and window < key_value.shape[2]:
+            raise ValueError(f"context-parallel attention has no sliding window; {window} is shorter than the sequence")
+        length = query.shape[2] // 2
+        outputs = []
+        for chunk, q in zip((cp_rank, 2 * cp_size - 1 - cp_rank), query.split(length, dim=2)):
+            end = (chunk + 1) * length
+            k, v = key_value[:, :, :end].split([key.shape[-1], value.shape[-1]], dim=-1)
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    q, k, v, causal_lower_right(length, end), scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+                )
+            )
+        return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None  # (B, S/cp, heads, D)
+
+    attention.calls = 0
+    return attention
+
+
+def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, tp: int) -> None:
+    """Refuse a model whose attention is not plain causal attention where cp or tp needs it to be, and name why.
+
+    Under tp the model builds its masks from the embeddings, whose sequence is cut; so there, too, no mask may be needed.
+    """
+    config = config.get_text_config()
+    reasons = []
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = "sliding_attention" in kinds or (kinds == {"full_attention"} and not hasattr(config, "layer_types"))
+    if window is not None and windowed and getattr(config, "use_sliding_window", True) and window < seq_len:
+        reasons.append(f"a sliding window of {window} tokens, shorter than --seq_len {seq_len}")
+    other = sorted(kinds - {"full_attention", "sliding_attention"})
+    if other:
+        reasons.append(f"layers of {', '.join(other)}")
+    if cp > 1:
+        if getattr(config, "attn_logit_softcapping", None):
+            reasons.append("softcap in attention")
+        if config.model_type in ("gpt_oss",):
+            reasons.append("attention sinks")
+        dropouts = [
+            k for k in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob") if getattr(config, k, 0)
+        ]
+        reasons += [f"dropout in attention ({k} {getattr(config, k)})" for k in dropouts]
+        rope = getattr(config, "rope_parameters", None) or {}
+        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if rope.get("rope_type") in ("dynamic", "longrope") and seq_len > original:
+            # its frequencies depend on the largest position that a rank happens to hold
+            reasons.append(f"{rope['rope_type']} rotary embeddings beyond {original} positions")
+    if reasons:
+        axis = f"cp_size {cp}" if cp > 1 else f"tp_size {tp}"
+        fail(
+            f"{config.model_type} has {' and '.join(reasons)}, which {axis} cannot express; cp_size 1, tp_size 1 would work"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6 data
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def read_documents(dataset_name: str, text_column: str) -> tuple[str, Iterator[list[str]], int, bool]:
+    """Open a text dataset.
+
+    Returns:
+        a fingerprint of the text; batches of texts; their number; whether each text is a document of its own.
+
+    Raises whatever the datasets library raises, and ValueError for a missing column or an empty dataset.
+    """
+    import datasets  # 1 s, and only one rank of a machine needs it
+
+    is_document = True
+    if dataset_name == "stdlib":
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        texts = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.py"))]
+        data, text_column = datasets.Dataset.from_dict({"text": texts}), "text"
+    elif Path(dataset_name).suffix == ".txt":
+        # lines, in batches, so that a file of any size streams; together they are one document
+        data = datasets.load_dataset("text", data_files=dataset_name, split="train", keep_linebreaks=True)
+        text_column, is_document = "text", False
+    elif Path(dataset_name).suffix in (".jsonl", ".json", ".parquet"):
+        kind = "parquet" if dataset_name.endswith(".parquet") else "json"
+        data = datasets.load_dataset(kind, data_files=dataset_name, split="train")
+    else:
+        data = datasets.load_dataset(dataset_name, split="train")
+    if text_column not in data.column_names:
+        raise ValueError(f"it has no column {text_column}, but {', '.join(data.column_names)}; see --text_column")
+    if len(data) == 0:
+        raise ValueError("it is empty")
+    batches = (batch[text_column] for batch in data.iter(batch_size=1000))
+    # private, but there is no public name for what the library itself uses to tell two datasets apart
+    return data._fingerprint, batches, math.ceil(len(data) / 1000), is_document
+
+
+def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Write all tokens of a dataset, documents end to end, to one flat file in the datasets cache, unless it is there.
+
+    Called by one rank of each machine. An end-of-sequence token follows each document that has none. The file appears
+    under its name only when it is whole. Tokens are uint16, or uint32 for a vocabulary beyond 65,536.
+
+    Raises what `read_documents` raises.
+    """
+    import datasets
+
+    fingerprint, batches, total, is_document = read_documents(dataset_name, text_column)
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())) + repr(tokenizer.init_kwargs) + repr(tokenizer)
+    key = hashlib.sha256(f"1 {fingerprint} {text_column} {vocabulary}".encode()).hexdigest()[:32]
+    dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+    path = Path(datasets.config.HF_DATASETS_CACHE) / "3d_parallel" / f"{key}.{np.dtype(dtype).name}"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{uuid.uuid4().hex}")
+    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None and is_document else []
+    try:
+        with partial.open("wb") as file:
+            for texts in tqdm(batches, total=total, desc="tokenizing", unit="batch"):
+                texts = [text for text in texts if text] if is_document else ["".join(texts)]
+                # verbose=False: a document longer than the model's context is no fault, it is cut into sequences
+                for ids in tokenizer(texts, verbose=False)["input_ids"] if texts else []:
+                    file.write(np.asarray(ids if ids[-1:] == end else ids + end, dtype=dtype).tobytes())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def prepare_tokens(dataset_name: str, text_column: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Tokenize once per machine; return all tokens as a read-only array on disk, the same on all ranks. A collective."""
+    # its own group with a long timeout: the others wait here for hours if a machine tokenizes that long
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=2)) if dist.is_initialized() else None
+    problem, path = None, None
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        try:
+            path = str(tokenize_to_file(dataset_name, text_column, tokenizer))
+        except Exception as error:  # whatever the datasets library raises
+            problem = (
+                f"--dataset_name {dataset_name} cannot be read ({first_line(error)}); give 'stdlib', a .txt, .jsonl or "
+                ".parquet file, or a hub id that this machine can reach"
+            )
+    agree(problem, group)
+    # this machine's path: its first rank is the nearest one at or below this rank that has a path
+    paths = gather_objects(path, group)
+    path = next(p for p in reversed(paths[: get_rank() + 1]) if p)
+    if group is not None:
+        dist.destroy_process_group(group)
+    return np.memmap(path, mode="r", dtype=path.rsplit(".", 1)[-1])
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(num_sequences: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(num_sequences)
+
+
+def sequences_of_step(num_sequences: int, seed: int, step: int, global_batch_size: int) -> list[int]:
+    """Which sequences make up a step (counted from 0): a function of its arguments, so there is no loader state to save.
+
+    Each epoch is a new permutation; a batch may reach from one into the next.
+    """
+    places = (divmod(i, num_sequences) for i in range(step * global_batch_size, (step + 1) * global_batch_size))
+    return [int(epoch_order(num_sequences, seed, epoch)[i]) for epoch, i in places]
+
+
+def read_sequences(tokens: np.ndarray, indices: Iterable[int], seq_len: int) -> tuple[Tensor, Tensor]:
+    """Inputs and labels, both (B, S). Sequence i starts at token i * S; labels are the inputs one token later, so they are
+    shifted before anything is cut, and the last label is the next sequence's first token."""
+    rows = np.stack([tokens[i * seq_len : (i + 1) * seq_len + 1] for i in indices]).astype(np.int64)
+    return torch.from_numpy(rows[:, :-1]).contiguous(), torch.from_numpy(rows[:, 1:]).contiguous()
+
+
+def shard_batch(
+    inputs: Tensor, labels: Tensor, mesh: DeviceMesh | None, micro_batch_size: int, device: torch.device
+) -> list[dict[str, Tensor]]:
+    """Cut a global batch, (B, S) each, into this rank's micro-batches of (micro_batch_size, S/cp).
+
+    dp takes its rows, cp its two chunks of the sequence; tp ranks get the same.
+    """
+    dp_rank, dp, cp_rank, cp = 0, 1, 0, 1
+    if mesh is not None:
+        dp_rank, dp = mesh.get_local_rank("dp"), mesh["dp"].size()
+        cp_rank, cp = mesh.get_local_rank("cp"), mesh["cp"].size()
+    positions = torch.arange(inputs.shape[1]).expand_as(inputs)
+    micro_batches = []
+    for start in range(0, inputs.shape[0] // dp, micro_batch_size):
+        first = dp_rank * inputs.shape[0] // dp + start
+        rows = slice(first, first + micro_batch_size)
+        batch = {"input_ids": inputs[rows], "position_ids": positions[rows], "labels": labels[rows]}
+        shards = {name: shard_sequence(tensor, cp_rank, cp).contiguous() for name, tensor in batch.items()}
+        micro_batches.append({name: tensor.to(device, non_blocking=True) for name, tensor in shards.items()})
+    return micro_batches
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 7 loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the cross entropy over all labels that are not -100, in float32, without a gradient scale.
+
+    Args:
+        logits: (B, S, V), a tensor, or a DTensor split over V inside `loss_parallel`, which then is never gathered.
+        labels: (B, S), already shifted.
+    """
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def count_labels(micro_batches: list[dict[str, Tensor]], mesh: DeviceMesh | None) -> Tensor:
+    """How many labels of the step count, over all ranks. A collective."""
+    count = torch.stack([(batch["labels"] != -100).sum() for batch in micro_batches]).sum()
+    if mesh is not None:
+        dist.all_reduce(count)
+        count //= mesh["tp"].size()  # tp ranks hold the same labels
+    return count
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 8 checkpoint
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every trainable parameter of an Adam-like optimizer the state of step 0.
+
+    Without it get_state_dict runs a step of its own on an optimizer that never stepped, which counts as one, and a
+    parameter that never had a gradient is missing at save and demanded at load.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if "betas" in group and parameter.requires_grad and not optimizer.state[parameter]:
+                on_device = group.get("fused") or group.get("capturable")
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else None),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
+class AppState(Stateful):
+    """Model and optimizer as one entry of a DCP checkpoint, by the contract of torch's state-dict utilities.
+
+    The state is sharded as the parameters are: each rank saves and loads its own part, in any mesh. With no optimizer it
+    holds the model alone, and loads the model out of a checkpoint that holds both.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
+        self.model = model
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.optimizer is None:
+            return {"model": get_model_state_dict(self.model)}
+        init_optimizer_state(self.optimizer)
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        return {"model": model_state, "optim": optimizer_state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.optimizer is None:
+            set_model_state_dict(self.model, state_dict["model"])
+        else:
+            set_state_dict(
+                self.model,
+                self.optimizer,
+                model_state_dict=state_dict["model"],
+                optim_state_dict=state_dict["optim"],
+            )
+
+
+def rng_state(device: torch.device) -> dict[str, dict[str, Tensor]]:
+    """This rank's random state. The rank is in the key, because DCP keeps a plain tensor from one rank only."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return {f"rank{get_rank()}": state}
+
+
+def set_rng_state(state: dict[str, dict[str, Tensor]], device: torch.device) -> None:
+    torch.set_rng_state(state[f"rank{get_rank()}"]["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[f"rank{get_rank()}"]["cuda"], device)
+
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+def checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Make a file's content, or a directory's entries, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        return (
+            manifest if isinstance(manifest, dict) and {"format", "run", "step", "files"} <= manifest.keys() else None
+        )
+    except (OSError, ValueError):
+        return None
+
+
+def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
+    """Turn a written directory into the newest checkpoint of its name. Rank 0 only, no collective.
+
+    Between any two system calls a complete checkpoint is there under a name that resume looks at: the new one gets its
+    manifest last, the old one is moved aside, not removed, and the new one is renamed into place.
+    """
+    for path in temporary.iterdir():
+        flush(path)
+    with (temporary / MANIFEST).open("w") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    flush(temporary)
+    if final.exists():
+        old = read_manifest(final) or {"run": manifest["run"], "step": f"_unreadable_{uuid.uuid4().hex[:8]}"}
+        aside = final.with_name(f"{final.name}_step{old['step']}")
+        if old["run"] != manifest["run"]:
+            aside = aside.with_name(f"{aside.name}_{old['run']}")  # another run's: out of the way of ours for good
+            print(f"{final} belongs to another run: moved to {aside.name}", flush=True)
+        if aside.exists():
+            discard(aside)
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    flush(final.parent)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint so that no half-removed one is ever seen under its name."""
+    hidden = path.with_name(f".removed_{path.name}_{uuid.uuid4().hex[:8]}")
+    os.rename(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def list_checkpoints(output_dir: Path) -> list[tuple[Path, dict[str, Any] | None]]:
+    """All checkpoints below a directory with their manifests, newest run first, then highest step; unreadable ones last."""
+    found = [(path, read_manifest(path)) for path in output_dir.glob("checkpoint_tp*_dp*_cp*") if path.is_dir()]
+    return sorted(found, key=lambda item: (item[1]["run"], item[1]["step"]) if item[1] else ("", -1), reverse=True)
+
+
+def prune_checkpoints(output_dir: Path, run: str, keep_last: int) -> None:
+    """Remove all but the newest checkpoints of this run, and what interrupted saves left. Rank 0 only, no collective."""
+    ours = [path for path, manifest in list_checkpoints(output_dir) if manifest and manifest["run"] == run]
+    for path in ours[keep_last:]:
+        discard(path)
+    for path in itertools.chain(output_dir.glob(".removed_checkpoint_*"), output_dir.glob(".tmp_checkpoint_*")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def explain_save_error(error: BaseException, directory: Path) -> str:
+    """One line with the true cause of a failed save: a full disk shows up in torch as an unexpected file position."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(directory).free < 1 << 20 or "unexpected pos" in str(error):
+            return f"no space left in {directory}"
+    return first_line(error)
+
+
+def save_checkpoint(
+    output_dir: Path,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    *,
+    sizes: dict[str, int],
+    train_state: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    keep_last: int,
+    device: torch.device,
+) -> Path:
+    """Save model, optimizer and train state to `checkpoint_tp<tp>_dp<dp>_cp<cp>`, atomically. A collective.
+
+    Each rank writes its own shards into a hidden directory; when all have, rank 0 adds config, tokenizer and a manifest,
+    and renames it into place. If anything fails, all ranks end with one sentence, and older checkpoints are as they were.
+
+    Args:
+        sizes: the mesh, {"tp": ..., "dp": ..., "cp": ...}.
+        train_state: "run", "step" and whatever else a resumed run needs; goes into the manifest, so plain JSON.
+    """
+    final = output_dir / "checkpoint_tp{tp}_dp{dp}_cp{cp}".format(**sizes)
+    temporary = output_dir / f".tmp_{final.name}"
+    problem = None
+    if get_rank() == 0:
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            for part in (model.config, model.generation_config, tokenizer):
+                if part is not None:
+                    part.save_pretrained(temporary)
+        except OSError as error:
+            problem = f"cannot save to {output_dir} ({explain_save_error(error, output_dir)})"
+    agree(problem)
+
+    files: dict[str, dict[str, Any]] = {}
+    try:
+        dcp.save(
+            {"app": AppState(model, optimizer), "rng": rng_state(device)},
+            # more than one thread can lose the exception of one, and report a save that lacks half of its tensors
+            storage_writer=dcp.FileSystemWriter(temporary, thread_count=1),
+            no_dist=not dist.is_initialized(),
+        )
+        mine = itertools.chain(temporary.glob(f"__{get_rank()}_*"), (p for p in others(temporary) if get_rank() == 0))
+        files = {path.name: {"size": path.stat().st_size, "sha256": checksum(path)} for path in mine}
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        if get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        problem = f"step {train_state['step']} could not be saved: {explain_save_error(error, output_dir)}"
+    agree(problem)
+    all_files = {name: entry for part in gather_objects(files) for name, entry in part.items()}
+
+    if get_rank() == 0:
+        manifest = {
+            "format": FORMAT,
+            **train_state,
+            **sizes,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "files": all_files,
+        }
+        try:
+            missing = [name for name in all_files if not (temporary / name).exists()]
+            if missing:
+                raise OSError(f"{output_dir} is not one directory on all machines: {missing[0]} is not here")
+            commit_checkpoint(temporary, final, manifest)
+            prune_checkpoints(output_dir, train_state["run"], keep_last)
+        except OSError as error:
+            problem = f"step {train_state['step']} could not be saved: {explain_save_error(error, output_dir)}"
+    agree(problem)
+    return final
+
+
+def others(directory: Path) -> list[Path]:
+    """The files of a checkpoint that are no rank's shard."""
+    return [path for path in directory.iterdir() if path.suffix != ".distcp" and path.name != MANIFEST]
+
+
+def check_files(path: Path, manifest: dict[str, Any] | None, with_checksums: bool) -> str | None:
+    """What is wrong with this rank's part of a checkpoint's files, or None. No tensor is touched."""
+    if manifest is None:
+        return f"{path} has no readable {MANIFEST}: it is no checkpoint of this script, or an incomplete one"
+    if manifest["format"] != FORMAT:
+        return f"{path} has format {manifest['format']}; this script reads format {FORMAT}"
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    for name in sorted(manifest["files"])[get_rank() :: ranks]:
+        file, expected = path / name, manifest["files"][name]
+        if not file.is_file():
+            return f"{file} is missing"
+        if file.stat().st_size != expected["size"]:
+            return f"{file} has {file.stat().st_size} bytes instead of {expected['size']}"
+        if with_checksums and checksum(file) != expected["sha256"]:
+            return f"{file} does not have the content that was saved (its checksum differs)"
+    return None
+
+
+def find_checkpoint(resume: str, output_dir: Path, run: str | None, with_checksums: bool) -> tuple[Path, dict] | None:
+    """The checkpoint to go on from, and its manifest: the newest in `output_dir` that is whole, or the one named. A collective.
+
+    Rank 0 lists, all ranks check a part of the files, and what is skipped is said. A named checkpoint that is not whole is
+    refused. With `run`, checkpoints of other runs do not count.
+    """
+    by_name = resume not in ("auto", "restart")
+    candidates = []
+    if get_rank() == 0:
+        candidates = [(Path(resume), read_manifest(Path(resume)))] if by_name else list_checkpoints(output_dir)
+        candidates = [(p, m) for p, m in candidates if resume != "restart" or (m and m["run"] == run)]
+    for path, manifest in gather_objects(candidates)[0]:
+        problems = [p for p in gather_objects(check_files(path, manifest, with_checksums)) if p]
+        if not problems:
+            return path, manifest
+        if by_name:
+            fail(f"--resume {resume}: {problems[0]}")
+        if get_rank() == 0:
+            print(f"skipped {path}: {problems[0]}", flush=True)
+    return None
+
+
+def begin_run(resume: str, output_dir: Path, with_checksums: bool) -> tuple[Path | None, dict | None, dict[str, Any]]:
+    """Where this run begins. A collective; rank 0 decides.
+
+    Returns:
+        the checkpoint to load and its manifest, or None twice; and the train state: "run" (the name of this run, which is
+        also its id at wandb), "step", "tokens".
+    """
+    marker = output_dir / ".run"  # a restart of a run that has no checkpoint yet must not take another run's
+    run = None
+    if get_rank() == 0:
+        run = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        if resume == "restart" and marker.exists():
+            run = marker.read_text()
+    run = gather_objects(run)[0]
+    found = None if resume == "never" else find_checkpoint(resume, output_dir, run, with_checksums)
+    if found is None:
+        train_state = {"run": run, "step": 0, "tokens": 0}
+        if get_rank() == 0 and resume in ("auto", "restart"):
+            print(f"--resume {resume}: no checkpoint in {output_dir}, so the run starts at step 0", flush=True)
+    else:
+        train_state = {key: found[1][key] for key in ("run", "step", "tokens")}
+    if get_rank() == 0:
+        marker.write_text(train_state["run"])
+    return (*(found or (None, None)), train_state)
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads `.metadata` without running what a stranger may have put into it: only what DCP's metadata needs is admitted."""
+
+    ALLOWED = {
+        ("torch.distributed.checkpoint.metadata", None),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch", "float32"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "PurePosixPath"),
+        ("pathlib._local", "PosixPath"),
+        ("builtins", "slice"),
+        ("collections", "OrderedDict"),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in self.ALLOWED or ((module, None) in self.ALLOWED and "." not in name):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+
+
+class SafeReader(dcp.FileSystemReader):
+    """Torch's reader, with metadata read by `MetadataUnpickler`."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = MetadataUnpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class SafePlanner(dcp.DefaultLoadPlanner):
+    """Torch's planner, with non-tensor entries read by torch.load's safe mode."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        torch.load(value, weights_only=True)  # raises for all but numbers, strings, lists, tuples and dicts of them
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Load model and optimizer from a checkpoint of any mesh. A collective; each rank reads what it holds.
+
+    The optimizer's options (lr, weight decay, ...) stay as the caller has set them. Ends all ranks with one sentence when
+    the checkpoint is of another model.
+    """
+    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] if optimizer else []
+    problem = None
+    try:
+        reader = SafeReader(path)
+        saved = reader.read_metadata().state_dict_metadata
+        for name, tensor in get_model_state_dict(model).items():
+            entry = saved.get(f"app.model.{name}")
+            if entry is None or tuple(entry.size) != tuple(tensor.shape):
+                shape = "lacks it" if entry is None else f"has {tuple(entry.size)}"
+                problem = f"{path} is of another model: {name} is {tuple(tensor.shape)} here, the checkpoint {shape}"
+                break
+    except (OSError, pickle.UnpicklingError, AttributeError, EOFError) as error:
+        problem = f"{path}/.metadata cannot be read ({first_line(error)})"
+    agree(problem)
+    try:
+        dcp.load(
+            {"app": AppState(model, optimizer)},
+            storage_reader=reader,
+            planner=SafePlanner(),
+            no_dist=not dist.is_initialized(),
+        )
+    except (Exception, CheckpointException) as error:
+        problem = f"{path} could not be loaded: {explain_save_error(error, path)}"
+    agree(problem)
+    for group, own in zip(optimizer.param_groups if optimizer else [], options):
+        group.update(own)
+
+
+def load_rng(path: Path, device: torch.device) -> None:
+    """Set this rank's random state to what it was at the save; the mesh must be the same. A collective."""
+    state = {"rng": rng_state(device)}
+    dcp.load(state, storage_reader=SafeReader(path), planner=SafePlanner(), no_dist=not dist.is_initialized())
+    set_rng_state(state["rng"], device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 9 training
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def build_optimizer(
+    model: nn.Module, *, learning_rate: float, weight_decay: float, warmup_steps: int, num_train_steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """AdamW with decay on matrices only, and a linear warm-up into a cosine."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=True)
+    init_optimizer_state(optimizer)
+    scheduler = get_scheduler(
+        "cosine", optimizer, num_warmup_steps=warmup_steps, num_training_steps=max(num_train_steps, warmup_steps + 1)
+    )
+    return optimizer, scheduler
+
+
+def set_schedule(scheduler: torch.optim.lr_scheduler.LRScheduler, step: int) -> None:
+    """Put a scheduler, and the learning rates of its optimizer, where they are after `step` steps."""
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": step, "_step_count": step + 1})
+    for group, base, factor in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
+        group["lr"], group["initial_lr"] = base * factor(step), base
+
+
+@torch.no_grad()
+def reduce_loss_and_norm(loss_sum: Tensor, model: nn.Module, mesh: DeviceMesh | None) -> tuple[Tensor, Tensor]:
+    """The sum of the loss and the norm of the gradient over all ranks, from what each holds. One collective.
+
+    A gradient that several ranks hold alike (a norm's weight under tp) counts once.
+    """
+    by_copies: dict[int, list[Tensor]] = {}
+    for parameter in model.parameters():
+        grad, copies = parameter.grad, 1
+        if isinstance(grad, DTensor):
+            axes = zip(grad.device_mesh.shape, grad.placements)
+            copies, grad = math.prod(size for size, placement in axes if placement.is_replicate()), grad.to_local()
+        if grad is not None:
+            by_copies.setdefault(copies, []).append(grad)
+    squares = [nn.utils.get_total_norm(grads).double() ** 2 / copies for copies, grads in by_copies.items()]
+    tp = mesh["tp"].size() if mesh is not None else 1
+    totals = torch.stack([loss_sum.double() / tp, sum(squares, torch.zeros_like(loss_sum, dtype=torch.float64))])
+    if mesh is not None:
+        dist.all_reduce(totals)
+    return totals[0], totals[1].sqrt()
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: list[dict[str, Tensor]],
+    mesh: DeviceMesh | None,
+    *,
+    max_grad_norm: float,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[float, float, int]:
+    """One optimizer step on one global batch, of which this rank has its micro-batches.
+
+    Returns:
+        loss (the mean over all labels of the step), gradient norm before clipping, and the number of labels; the same on all
+        ranks and in all meshes. When loss or norm is not finite, no weight has been touched.
+    """
+    labels_in_step = count_labels(micro_batches, mesh)
+    # FSDP averages gradients over its mesh; the loss is a mean over labels, which need not lie evenly on the ranks
+    scale = (mesh.size() // mesh["tp"].size() if mesh is not None else 1) / labels_in_step.clamp(min=1)
+    device_type = micro_batches[0]["labels"].device.type
+    # one process has no FSDP to cast its weights, so autocast does
+    autocast = torch.autocast(device_type, dtype, enabled=mesh is None and dtype != torch.float32)
+    loss_sum = torch.zeros((), device=micro_batches[0]["labels"].device)
+    with loss_parallel():
+        for batch in micro_batches:
+            with autocast:
+                output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+                loss = cross_entropy_sum(output.logits, batch["labels"])
+            (loss * scale).backward()
+            loss_sum += loss.detach()
+    total, norm = reduce_loss_and_norm(loss_sum, model, mesh)
+    loss, grad_norm, count = torch.stack(
+        [total / labels_in_step, norm, labels_in_step.double()]
+    ).tolist()  # CPU-GPU sync
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        if grad_norm > max_grad_norm:
+            nn.utils.clip_grads_with_norm_(model.parameters(), max_grad_norm, norm.float())
+        optimizer.step()
+    optimizer.zero_grad()
+    return loss, grad_norm, int(count)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[list[dict[str, Tensor]]], mesh: DeviceMesh | None) -> float:
+    """The mean loss over all labels of the batches, the same on all ranks and in all meshes."""
+    model.eval()
+    loss_sum, labels = 0.0, 0.0
+    with loss_parallel():
+        for micro_batches in batches:
+            for batch in micro_batches:
+                output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+                loss_sum = loss_sum + cross_entropy_sum(output.logits, batch["labels"]).double()
+                labels = labels + (batch["labels"] != -100).sum().double()
+    totals = torch.stack([loss_sum, labels])
+    if mesh is not None:
+        dist.all_reduce(totals)
+    model.train()
+    return (totals[0] / totals[1]).item()
+
+
+def held_out_batches(
+    tokens: np.ndarray, args: Config, mesh: DeviceMesh | None, device: torch.device
+) -> Iterator[list[dict[str, Tensor]]]:
+    """The last 1 % of the sequences, in global batches; the last one is filled up with rows that have no labels."""
+    total = (len(tokens) - 1) // args.seq_len
+    held_out = range(total - total // 100, total)
+    for start in range(0, len(held_out), args.global_batch_size):
+        indices = list(held_out[start : start + args.global_batch_size])
+        missing = args.global_batch_size - len(indices)
+        inputs, labels = read_sequences(tokens, indices + [indices[-1]] * missing, args.seq_len)
+        labels[len(indices) :] = -100
+        yield shard_batch(inputs, labels, mesh, args.micro_batch_size, device)
+
+
+def open_metrics(output_dir: Path, resumed: bool) -> Any:
+    """metrics.jsonl, opened to append; a new run first renames what another run has left. Rank 0 only, no collective."""
+    path = output_dir / "metrics.jsonl"
+    if path.exists() and not resumed:
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+        os.rename(path, path.with_name(f"metrics_{stamp}_{uuid.uuid4().hex[:4]}.jsonl"))
+    return path.open("a")
+
+
+def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path) -> Any:
+    """Start or go on with a wandb run, or return None. It never raises and never asks. Rank 0 only, no collective."""
+    if mode == "disabled":
+        return None
+    try:
+        import netrc
+
+        import wandb
+
+        if mode == "auto":
+            has_key = bool(os.environ.get("WANDB_API_KEY"))
+            with contextlib.suppress(OSError, netrc.NetrcParseError):
+                has_key = has_key or any("wandb" in host for host in netrc.netrc().hosts)
+            mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+        return wandb.init(
+            project="3D_parallel", id=run_id, resume="allow", mode=mode, dir=str(output_dir), config=config,
+            settings=wandb.Settings(init_timeout=60, silent=True),
+        )  # fmt: skip
+    except Exception as error:
+        print(f"wandb is off: {first_line(error)}", flush=True)
+        return None
+
+
+def resume_command(args: Config, argv: list[str]) -> str:
+    """The command that goes on from this run's last checkpoint for as many steps again."""
+    kept, skip = [], False
+    for word in argv:
+        name = word.split("=")[0]
+        if not skip and name not in ("--resume", "--num_train_steps"):
+            kept.append(word)
+        skip = not skip and name in ("--resume", "--num_train_steps") and "=" not in word
+    launcher = os.environ.get("LAUNCHED_AS")
+    if not launcher:
+        processes = os.environ.get("LOCAL_WORLD_SIZE")
+        launcher = f"torchrun --standalone --nproc_per_node {processes}" if processes else "python"
+        launcher += f" {shlex.quote(sys.argv[0])}"
+    return f"{launcher} {shlex.join([*kept, '--resume', 'auto', '--num_train_steps', str(2 * args.num_train_steps)])}"
+
+
+def open_output_dir(output_dir: Path) -> None:
+    """Create the directory and see that all ranks can use it, before anything expensive starts. A collective."""
+    problem, probe = None, output_dir / f".probe_{gather_objects(uuid.uuid4().hex)[0]}"
+    if get_rank() == 0:
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            probe.write_text("all machines must see this file")
+        except OSError as error:
+            problem = f"--output_dir {output_dir} cannot be written to ({error.strerror}); give another directory"
+    agree(problem)
+    if not probe.exists():
+        problem = f"--output_dir {output_dir} is not the same directory on all machines; give one that they share"
+    agree(problem)
+    if get_rank() == 0:
+        probe.unlink()
+
+
+def train(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    tokens: np.ndarray,
+    args: Config,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    train_state: dict[str, Any],
+    save: Callable[..., Path],
+) -> Path | None:
+    """The training loop, from train_state["step"] to the last step. Logs on rank 0. Returns the last checkpoint."""
+    is_main, resumed = get_rank() == 0, train_state["step"] > 0
+    metrics = open_metrics(Path(args.output_dir), resumed) if is_main else None
+    path, wandb_run = None, None
+    if is_main:
+        wandb_run = start_wandb(args.wandb_mode, asdict(args), train_state["run"], Path(args.output_dir))
+    sequences = (len(tokens) - 1) // args.seq_len
+    sequences -= sequences // 100  # held out
+    bar = tqdm(
+        total=args.num_train_steps, initial=train_state["step"], disable=not is_main, unit="step", mininterval=0.5
+    )
+    dtype = getattr(torch, args.dtype)
+    while train_state["step"] < args.num_train_steps:
+        started = time.perf_counter()
+        indices = sequences_of_step(sequences, args.seed, train_state["step"], args.global_batch_size)
+        inputs, labels = read_sequences(tokens, indices, args.seq_len)
+        micro_batches = shard_batch(inputs, labels, mesh, args.micro_batch_size, device)
+        lr = optimizer.param_groups[0]["lr"]
+        loss, grad_norm, count = train_step(
+            model, optimizer, micro_batches, mesh, max_grad_norm=args.max_grad_norm, dtype=dtype
+        )
+        step = train_state["step"] + 1
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            bar.close()
+            fail(
+                f"step {step} has loss {loss} and gradient norm {grad_norm}; the weights are those of step {step - 1}, and "
+                "the last checkpoint is intact: resume from it with a lower --learning_rate"
+            )
+        scheduler.step()
+        train_state |= {"step": step, "tokens": train_state["tokens"] + inputs.numel()}
+
+        entry = {
+            "step": step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": train_state["tokens"],
+            "tokens_per_second": inputs.numel() / (time.perf_counter() - started),
+            "labels": count,
+        }
+        if args.eval_every and step % args.eval_every == 0:
+            entry["eval_loss"] = evaluate(model, held_out_batches(tokens, args, mesh, device), mesh)
+        if is_main:
+            metrics.write(json.dumps(entry) + "\n")
+            metrics.flush()
+            if wandb_run is not None:
+                try:
+                    wandb_run.log(entry, step=step)
+                except Exception as error:
+                    print(f"wandb is off from step {step} on: {first_line(error)}", flush=True)
+                    wandb_run = None
+            shown = {"loss": f"{loss:.4f}", "norm": f"{grad_norm:.3f}", "lr": f"{lr:.2e}"}
+            bar.set_postfix(shown | {"tok/s": f"{entry['tokens_per_second']:.0f}"}, refresh=False)
+            bar.update()
+        if step == args.num_train_steps or (args.save_every and step % args.save_every == 0):
+            path = save(train_state=train_state)
+    bar.close()
+    if metrics is not None:
+        metrics.close()
+    if wandb_run is not None:
+        with contextlib.suppress(Exception):
+            wandb_run.finish()
+    return path
+
+
+def check_data(num_tokens: int, args: Config, max_positions: int | None) -> None:
+    """Refuse a sequence length that the model or the data cannot serve."""
+    if max_positions is not None and args.seq_len > max_positions:
+        fail(f"--seq_len {args.seq_len} is longer than the {max_positions} positions of {args.model_name}")
+    sequences = (num_tokens - 1) // args.seq_len
+    if sequences < 1:
+        fail(f"{args.dataset_name} has {num_tokens} tokens, too few for one sequence of --seq_len {args.seq_len}")
+    if args.eval_every and sequences < 100:
+        fail(
+            f"{args.dataset_name} has {sequences} sequences of {args.seq_len} tokens, too few to hold out 1 % for "
+            f"--eval_every {args.eval_every}; 100 would do"
+        )
+
+
+def describe_run(
+    args: Config, model: nn.Module, step: int, path: Path | None, num_tokens: int, device: torch.device
+) -> None:
+    """Print every derived size once. Rank 0 only."""
+    parameters = sum(p.numel() for p in model.parameters())
+    state = sum(4 * 4 * (p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    print(
+        f"mesh dp {args.dp_size} x cp {args.cp_size} x tp {args.tp_size} on {device.type} | "
+        f"{args.model_name}: {parameters:,} parameters, {state / 2**20:,.1f} MiB a rank with gradients and AdamW moments | "
+        f"step: {args.global_batch_size} sequences x {args.seq_len} = {args.global_batch_size * args.seq_len:,} tokens, "
+        f"micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size} a rank | "
+        f"data: {num_tokens:,} tokens | "
+        + (f"from {path}, step {step}" if path else "from step 0"),
+        flush=True,
+    )  # fmt: skip
+
+
+def finish(
+    args: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path, step: int, argv: list[str]
+) -> None:
+    """Leave the process group, and say where the result is and how to go on. One plain process also saves for Transformers."""
+    if not dist.is_initialized():
+        folder = Path(args.output_dir) / "model"
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        print(f"Transformers folder: {folder}", flush=True)
+    is_main = get_rank() == 0
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if is_main:
+        print(f"checkpoint of step {step}: {path}\ngo on with: {resume_command(args, argv)}", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 10 main
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str]) -> None:
+    # 1, 2: flags, process group, mesh
+    args = parse_arguments(argv)
+    check_versions()
+    device = start_process_group(args.device, args.timeout)
+    sizes = {"tp": args.tp_size, "dp": args.dp_size, "cp": args.cp_size}
+    mesh = build_mesh(device.type, **sizes) if dist.is_initialized() else None
+    output_dir = Path(args.output_dir)
+    open_output_dir(output_dir)
+
+    # where this run begins: at a checkpoint, or at step 0
+    path, manifest, train_state = begin_run(args.resume, output_dir, args.verify_checksums)
+
+    # 3, 5: config, tokenizer, and what can be refused before anything large is read
+    config, tokenizer = load_config_and_tokenizer(args.model_name)
+    check_attention(config, args.seq_len, args.cp_size, args.tp_size)
+    if args.cp_size > 1:
+        AttentionInterface.register("context_parallel", context_parallel_attention(mesh["cp"]))
+
+    # 6: data
+    tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer)
+    check_data(len(tokens), args, getattr(config.get_text_config(), "max_position_embeddings", None))
+
+    # 3, 4: model, plans, weights
+    model = build_model(
+        args.model_name,
+        config,
+        mesh,
+        device,
+        dtype=getattr(torch, args.dtype),
+        from_scratch=args.from_scratch,
+        seed=args.seed,
+        load_weights=path is None,
+    )
+
+    # 9: optimizer and schedule; 8: the state of a checkpoint
+    optimizer, scheduler = build_optimizer(
+        model,
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        warmup_steps=args.warmup_steps,
+        num_train_steps=args.num_train_steps,
+    )
+    torch.manual_seed(args.seed + 1 + get_rank())  # dropout: ranks hold other tokens or other heads, so other masks
+    if path is not None:
+        load_checkpoint(path, model, optimizer)
+        set_schedule(scheduler, train_state["step"])
+        if all(manifest[axis] == size for axis, size in sizes.items()):
+            load_rng(path, device)
+
+    # 9: train, save
+    if get_rank() == 0:
+        describe_run(args, model, train_state["step"], path, len(tokens), device)
+    save = functools.partial(
+        save_checkpoint,
+        output_dir,
+        model,
+        optimizer,
+        sizes=sizes,
+        tokenizer=tokenizer,
+        keep_last=args.keep_last,
+        device=device,
+    )
+    path = train(model, optimizer, scheduler, tokens, args, mesh, device, train_state, save) or path
+    finish(args, model, tokenizer, path, train_state["step"], argv)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Launches 3D_parallel.py with torchrun on this machine: on all of its GPUs, or on CPU processes where there is none.
+#   ./launch.sh [flags of 3D_parallel.py]
+#   TP_SIZE=2 DP_SIZE=2 CP_SIZE=2 ./launch.sh       sets the mesh; --tp_size, --dp_size and --cp_size do the same
+# PYTHON names the interpreter (default: python).
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+python=${PYTHON:-python}
+command -v "$python" >/dev/null || python=python3
+
+# the mesh decides how many processes there are, so its flags are read here too
+previous=""
+for word in "$@"; do
+    case "$previous $word" in
+    --tp_size\ *) TP_SIZE=$word ;; --dp_size\ *) DP_SIZE=$word ;; --cp_size\ *) CP_SIZE=$word ;;
+    *\ --tp_size=*) TP_SIZE=${word#*=} ;; *\ --dp_size=*) DP_SIZE=${word#*=} ;; *\ --cp_size=*) CP_SIZE=${word#*=} ;;
+    esac
+    previous=$word
+done
+for size in "${TP_SIZE:=1}" "${CP_SIZE:=1}" "${DP_SIZE:=0}"; do
+    [[ $size =~ ^[0-9]+$ ]] || { echo "launch.sh: error: mesh size $size is not a whole number" >&2; exit 2; }
+done
+
+gpus=0
+if [[ " $* " != *" --device cpu "* && " $* " != *" --device=cpu "* ]]; then
+    if [[ -n ${CUDA_VISIBLE_DEVICES+x} ]]; then
+        gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true)
+    elif command -v nvidia-smi >/dev/null; then
+        gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+    fi
+fi
+if ((DP_SIZE > 0)); then
+    processes=$((TP_SIZE * CP_SIZE * DP_SIZE)); export DP_SIZE
+elif ((gpus > 0)); then
+    processes=$gpus; unset DP_SIZE
+else
+    processes=$((TP_SIZE * CP_SIZE)); unset DP_SIZE
+fi
+((processes > 0)) || processes=1 # a size of 0 is refused by the script, which says why
+export TP_SIZE CP_SIZE
+
+# processes that share the cores of a machine must not each start a thread for every core
+if ((gpus == 0)); then
+    cores=$(nproc 2>/dev/null || sysctl -n hw.ncpu)
+    threads=$((cores / processes))
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+else
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+fi
+export LAUNCHED_AS="TP_SIZE=$TP_SIZE ${DP_SIZE:+DP_SIZE=$DP_SIZE }CP_SIZE=$CP_SIZE ${BASH_SOURCE[0]}"
+exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$processes" "$here/3D_parallel.py" "$@"

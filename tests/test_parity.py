@@ -1,0 +1,121 @@
+"""Every mesh computes what one plain process computes: losses, gradient norms, and each full gradient, to 1e-5."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import pytest
+import reference
+import torch
+from conftest import load_script, make_batches, make_config, make_model, relative, shard_model
+
+
+MESHES = [
+    (dp, cp, world // dp // cp)
+    for world in (1, 2, 4, 8)
+    for dp in (1, 2, 4, 8)
+    for cp in (1, 2, 4, 8)
+    if world % (dp * cp) == 0
+]
+LEARNING_RATE, TOLERANCE = 0.05, 1e-5
+
+
+class Case(NamedTuple):
+    family: str
+    vocab: int  # 509 is a prime: no tp divides it
+    tied: bool
+    kv_heads: int
+    steps: int
+    micro_batch: int  # sequences of a rank in one forward, at most
+
+
+UNTIED = Case("llama", 509, False, 4, steps=10, micro_batch=8)
+TIED = Case("qwen3", 512, True, 8, steps=3, micro_batch=1)
+FAMILIES = [
+    Case("llama", 512, True, 4, 3, 2),  # SmolLM and SmolLM 2
+    Case("qwen2", 509, True, 4, 3, 4),
+    Case("qwen3", 509, False, 2, 3, 1),
+    Case("mistral", 509, True, 2, 3, 2),
+    Case("phi3", 509, False, 4, 3, 2),
+    Case("olmo2", 509, False, 4, 3, 1),
+]
+
+
+def case_config(case):
+    return make_config(case.family, case.vocab, case.tied, num_key_value_heads=case.kv_heads)
+
+
+@functools.cache
+def one_process(case):
+    """What a plain process computes, and the clipping norm: a value between, so that some steps are clipped only."""
+    batches = make_batches(case.steps, case.vocab)
+    norms = reference.train(make_model(case_config(case)), batches, learning_rate=LEARNING_RATE, max_grad_norm=1e9)[1]
+    max_norm = sum(sorted(norms)[:2]) / 2
+    truth = reference.train(make_model(case_config(case)), batches, learning_rate=LEARNING_RATE, max_grad_norm=max_norm)
+    return max_norm, truth
+
+
+class RecordingSGD(torch.optim.SGD):
+    """SGD that keeps the gradients of its first step. Adam would hide a constant factor in all gradients."""
+
+    def step(self, closure=None):
+        if not hasattr(self, "first_grads"):
+            self.first_grads = [p.grad.clone() for p in self.param_groups[0]["params"]]
+        return super().step(closure)
+
+
+def train_on_mesh(sizes, cases_and_norms):
+    """Runs on each rank. For each case: losses, norms, and on rank 0 the full gradients of the first step by name."""
+    script, results = load_script(), []
+    for case, max_norm in cases_and_norms:
+        model, mesh = shard_model(make_model(case_config(case)), sizes)
+        optimizer = RecordingSGD(model.parameters(), lr=LEARNING_RATE)
+        losses, norms = [], []
+        for inputs, labels in make_batches(case.steps, case.vocab):
+            micro_batch = min(case.micro_batch, inputs.shape[0] // sizes[0])
+            micro_batches = script.shard_batch(inputs, labels, mesh, micro_batch, torch.device("cpu"))
+            loss, norm, _ = script.train_step(model, optimizer, micro_batches, mesh, max_grad_norm=max_norm)
+            losses.append(loss)
+            norms.append(norm)
+        names = [name for name, _ in model.named_parameters()]
+        grads = {name: grad.full_tensor() for name, grad in zip(names, optimizer.first_grads)}
+        results.append((losses, norms, grads if torch.distributed.get_rank() == 0 else None))
+    return results
+
+
+def compare(by_rank, case, sizes):
+    where = "{} in dp{}-cp{}-tp{}".format(case.family, *sizes)
+    losses, norms, grads = one_process(case)[1]
+    mesh_losses, mesh_norms, mesh_grads = by_rank[0]
+    for rank, result in enumerate(by_rank):
+        assert result[:2] == by_rank[0][:2], f"{where}: rank {rank} has other numbers than rank 0"
+    assert relative(mesh_losses, losses) < TOLERANCE, f"losses of {where}: {mesh_losses}, one process: {losses}"
+    assert relative(mesh_norms, norms) < TOLERANCE, f"gradient norms of {where}: {mesh_norms}, one process: {norms}"
+    assert mesh_grads.keys() == grads.keys(), where
+    for name, grad in grads.items():
+        error = relative(mesh_grads[name], grad)
+        assert error < TOLERANCE, f"{where}: the gradient of {name} is off by {error:.1e} relative"
+
+
+def run_and_compare(pool, sizes, cases):
+    cases = [case for case in cases if case.kv_heads % sizes[2] == 0]
+    by_rank = pool.run(math.prod(sizes), train_on_mesh, sizes, [(case, one_process(case)[0]) for case in cases])
+    for i, case in enumerate(cases):
+        compare([results[i] for results in by_rank], case, sizes)
+    return len(cases)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=lambda s: "dp{}-cp{}-tp{}".format(*s))
+def test_every_mesh(pool, sizes):
+    assert run_and_compare(pool, sizes, [UNTIED, TIED]) >= 1
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2)], ids=lambda s: "dp{}-cp{}-tp{}".format(*s))
+def test_every_family(pool, sizes):
+    assert run_and_compare(pool, sizes, FAMILIES) == len(FAMILIES)
+
+
+def test_clipping_clips_some_steps():
+    for case in [UNTIED, TIED]:
+        max_norm, (_, norms, _) = one_process(case)
+        assert min(norms) < max_norm < max(norms)
