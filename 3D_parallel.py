@@ -33,8 +33,16 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NoReturn
+
+
+# before the other imports, which fail in their own words with versions that are too old
+for package, lowest, below in (("torch", (2, 11), (2, 16)), ("transformers", (5, 17), (6, 0))):
+    if not lowest <= tuple(int(part) for part in re.findall(r"\d+", version(package))[:2]) < below:
+        needed = "{}.{} or later, below {}.{}".format(*lowest, *below)
+        raise SystemExit(f"3D_parallel.py: error: {package} {version(package)} will not do, it takes {needed}")
 
 import numpy as np
 import torch
@@ -63,24 +71,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.attention.bias import causal_lower_right
 from tqdm import tqdm
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    HfArgumentParser,
-    LlamaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    get_scheduler,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1 configuration
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- 1 configuration -------------------------------------------------------------------------------------------------
 
 
 def flag(default: Any, help: str) -> Any:
@@ -136,7 +130,7 @@ def fail(sentence: str) -> NoReturn:
 
 def parse_arguments(argv: list[str]) -> Config:
     """Read the flags, fill in the mesh from TP_SIZE, DP_SIZE, CP_SIZE and WORLD_SIZE, and refuse what cannot work."""
-    parser = HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = transformers.HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = fail
     args = Config(**vars(parser.parse_args(argv)))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -188,20 +182,7 @@ def parse_arguments(argv: list[str]) -> Config:
     return args
 
 
-def check_versions() -> None:
-    """Refuse versions of torch and transformers that lack what the script is built on."""
-    for module, low, high in ((torch, (2, 11), (2, 16)), (transformers, (5, 17), (6, 0))):
-        version = tuple(int(part) for part in re.findall(r"\d+", module.__version__)[:2])
-        if not low <= version < high:
-            needed = "{}.{} or later, below {}.{}".format(*low, *high)
-            fail(
-                f"{module.__name__} {module.__version__} will not do, it takes {needed}: pip install -r requirements.txt"
-            )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 2 start
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- 2 start ---------------------------------------------------------------------------------------------------------
 
 
 def start_process_group(device: str, timeout_s: int) -> torch.device:
@@ -216,10 +197,8 @@ def start_process_group(device: str, timeout_s: int) -> torch.device:
         chosen, backend = torch.device("cpu"), "gloo"
     else:
         if local_size > torch.cuda.device_count():
-            fail(
-                f"{local_size} ranks were started on a machine with {torch.cuda.device_count()} GPUs; "
-                "start one rank a GPU, or add --device cpu"
-            )
+            gpus = torch.cuda.device_count()
+            fail(f"{local_size} ranks on a machine with {gpus} GPUs: start one rank a GPU, or add --device cpu")
         chosen, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(chosen)
     if "RANK" in os.environ:
@@ -228,12 +207,22 @@ def start_process_group(device: str, timeout_s: int) -> torch.device:
     return chosen
 
 
-def build_mesh(device_type: str, *, dp: int, cp: int, tp: int) -> DeviceMesh:
+def build_mesh(device_type: str, *, dp: int, cp: int, tp: int, timeout_s: int = 600) -> DeviceMesh:
     """The dp x cp x tp device mesh.
 
     tp is innermost: its traffic is the most frequent, and neighbouring ranks share the fastest link.
     """
-    return init_device_mesh(device_type, (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+    mesh = init_device_mesh(device_type, (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+    # private: the groups of a mesh have torch's own timeouts, 10 to 30 minutes, and there is no public way to set one
+    for group in (*mesh.get_all_groups(), fsdp_axis(mesh).get_group()):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return mesh
+
+
+def fsdp_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """dp x cp as one axis; made once, then cached by the mesh."""
+    # private, because there is no public way to join two axes; a 2-D mesh would make fully_shard replicate over dp
+    return mesh["dp", "cp"]._flatten("fsdp")
 
 
 def get_rank() -> int:
@@ -256,14 +245,12 @@ def agree(problem: str | None, group: dist.ProcessGroup | None = None) -> None:
         fail(problems[0])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 3 model
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- 3 model ---------------------------------------------------------------------------------------------------------
 
 
-def tiny_config() -> LlamaConfig:
+def tiny_config() -> transformers.LlamaConfig:
     """A Llama of 0.6 million parameters that learns to spell Python in a minute on two cores."""
-    return LlamaConfig(
+    return transformers.LlamaConfig(
         vocab_size=320,  # 256 bytes and the end of a document, rounded up to a multiple of 64
         hidden_size=128,
         intermediate_size=384,
@@ -286,7 +273,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
 
 
 def load_config_and_tokenizer(model_name: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
@@ -295,14 +282,11 @@ def load_config_and_tokenizer(model_name: str) -> tuple[PreTrainedConfig, PreTra
         return tiny_config(), byte_tokenizer()
     problem, config, tokenizer = None, None, None
     try:
-        config = AutoConfig.from_pretrained(model_name)
-        tokenizer = AutoTokenizer.from_pretrained(model_name)
+        config = transformers.AutoConfig.from_pretrained(model_name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
     except Exception as error:  # the hub, the files and the parsers raise all kinds
-        what = "tokenizer" if config else "config"
-        problem = (
-            f"the {what} of --model_name {model_name} cannot be read ({first_line(error)}); give 'tiny', a folder with "
-            "config.json and tokenizer files, or a hub id that this machine can reach"
-        )
+        what = f"the {'tokenizer' if config else 'config'} of --model_name {model_name} cannot be read"
+        problem = f"{what} ({first_line(error)}); give 'tiny', a model's folder, or a hub id that can be reached"
     agree(problem)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         fail(f"--model_name {model_name} is a {config.model_type}, which Transformers does not list as a causal LM")
@@ -327,10 +311,8 @@ def read_full_model(model_name: str, config: PreTrainedConfig, from_scratch: boo
     model, info = AutoModelForCausalLM.from_pretrained(
         model_name, config=config, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
     )
-    if info["missing_keys"]:
-        raise ValueError(
-            f"its weights lack {len(info['missing_keys'])} tensors, {min(info['missing_keys'])} among them"
-        )
+    if missing := info["missing_keys"]:
+        raise ValueError(f"they lack {len(missing)} tensors, {min(missing)} among them")
     return model.train()
 
 
@@ -344,19 +326,13 @@ def materialize(model: PreTrainedModel, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def copy_full_weights(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
-    """Copy rank 0's full model into the shards of all ranks, one tensor at a time.
-
-    Args:
-        model: sharded or not, with storage; the same on all ranks.
-        source: the full model on rank 0; None on the others.
-    """
-    full_tensors = dict(source.state_dict()) if source is not None else {}
+def copy_full_weights(model: nn.Module, tensors: dict[str, Tensor], device: torch.device) -> None:
+    """Copy rank 0's full tensors (empty on the others) into the shards of all ranks, one at a time. A collective."""
     persistent = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
     for name, target in itertools.chain(model.named_parameters(), buffers):
         if get_rank() == 0:
-            full = full_tensors.pop(name).to(device=device, dtype=target.dtype)
+            full = tensors.pop(name).to(device=device, dtype=target.dtype)
         else:
             full = torch.empty(target.shape, dtype=target.dtype, device=device)
         if dist.is_initialized():
@@ -367,9 +343,7 @@ def copy_full_weights(model: nn.Module, source: nn.Module | None, device: torch.
         target.copy_(full)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 4 plans: tensor parallel, then FSDP
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- 4 plans: tensor parallel, then FSDP -----------------------------------------------------------------------------
 
 
 def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -421,12 +395,10 @@ def gather_sequence(tp_mesh: DeviceMesh) -> Callable:
     (B, S/tp, H) on each rank becomes a replicated DTensor (B, S, H); the gradient comes back as one reduce-scatter.
     """
 
-    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        def gather(hidden: Tensor) -> DTensor:
-            return DTensor.from_local(hidden, tp_mesh, [Shard(1)], run_check=False).redistribute(
-                placements=[Replicate()]
-            )
+    def gather(hidden: Tensor) -> DTensor:
+        return DTensor.from_local(hidden, tp_mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
 
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:  # some families pass hidden_states by position, some by keyword
             return (gather(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": gather(kwargs["hidden_states"])}
@@ -435,7 +407,7 @@ def gather_sequence(tp_mesh: DeviceMesh) -> Callable:
 
 
 def replicate_module(module: nn.Module, tp_mesh: DeviceMesh) -> None:
-    """Run a module alike on all tp ranks, on a replicated input; its gradient is the same on each, so none is summed."""
+    """Run a module alike on all tp ranks, on a replicated input: each has the whole gradient, so none is summed."""
     distribute_module(
         module,
         tp_mesh,
@@ -447,19 +419,18 @@ def replicate_module(module: nn.Module, tp_mesh: DeviceMesh) -> None:
 def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
     """Split the model's matrices over tp, and the sequence between its blocks, by the model's own `tp_plan`.
 
-    Between blocks each rank holds (B, S/tp, H): sequence parallelism as in Korthikanti et al., arXiv 2205.05198. A block
+    Between blocks each rank holds (B, S/tp, H): sequence parallelism, Korthikanti et al., arXiv 2205.05198. A block
     gathers the sequence once, its last projection reduces and scatters it again. The logits stay split over the
-    vocabulary, as a DTensor for `loss_parallel`. Afterwards every parameter is a DTensor on `tp_mesh`.
-
-    Raises ValueError for a parameter that no rule covers.
+    vocabulary, as a DTensor for `loss_parallel`. Afterwards every parameter is a DTensor on `tp_mesh`. A model that
+    the plan cannot split is refused.
     """
     check_tensor_parallel(model, tp_mesh.size())
+    family = model.config.get_text_config().model_type
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    head_name = next(name for name, module in model.named_modules() if module is head)
     styles = {name: model.tp_plan.get(plan_pattern(name)) for name, _ in model.named_modules()}
-    is_projection = {
-        name for name, style in styles.items() if style and "colwise" in style and ".*" in plan_pattern(name)
-    }
+    is_projection = {name for name, style in styles.items() if "colwise" in (style or "") and name != head_name}
     blocks = {name.rsplit(".", 1)[0] for name in is_projection}  # self_attn, mlp: the modules that own the projections
 
     for name, module in list(model.named_modules()):
@@ -468,8 +439,6 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
         style = styles[name]
         block = next((b for b in blocks if name.startswith(b + ".")), None)
         if module is embedding:
-            # a negative padding index would wrap, and a positive one would hit another row in each shard
-            module.padding_idx = None
             plan = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
         elif module is head:
             plan = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
@@ -488,21 +457,18 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
             replicate_module(module, tp_mesh)  # a norm between projections whose outputs are whole on each rank
             continue
         elif block:
-            raise ValueError(
-                f"{name} lies inside a block that is split over tp, and the plan does not say how to run it"
-            )
+            fail(f"the tensor-parallel plan of {family} does not say how to run {name}; tp_size 1 would work")
         else:
             plan = SequenceParallel(use_local_output=True)
         parallelize_module(module, tp_mesh, plan)
     for block in blocks:
         model.get_submodule(block).register_forward_pre_hook(gather_sequence(tp_mesh), with_kwargs=True)
 
-    if head.weight is not embedding.weight and model.config.get_text_config().tie_word_embeddings:
-        model.tie_weights()  # the two were cut one by one
+    model.tie_weights()  # embedding and head were cut one by one
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable[name])
         if not isinstance(parameter, DTensor):
-            raise ValueError(f"no tensor-parallel rule covers {name}")
+            fail(f"no tensor-parallel rule covers {name} of {family}; tp_size 1 would work")
 
 
 def shard_dim(tp_size: int, fsdp_size: int) -> Callable[[nn.Parameter], Shard | None]:
@@ -539,49 +505,47 @@ def apply_fsdp(model: PreTrainedModel, fsdp_mesh: DeviceMesh, *, dtype: torch.dt
 
 
 def build_model(
-    model_name: str,
     config: PreTrainedConfig,
     mesh: DeviceMesh | None,
     device: torch.device,
-    *,
     dtype: torch.dtype,
-    from_scratch: bool,
-    seed: int,
-    load_weights: bool = True,
+    read_weights: Callable[[], PreTrainedModel] | None,
 ) -> PreTrainedModel:
     """The model on `device`, sharded over `mesh`, with its first weights: the same in every mesh. A collective.
 
-    Built without storage, cut, and only then given memory. Rank 0 alone reads the whole model, on the CPU, and sends it
-    tensor by tensor; with `load_weights=False` nobody does, because a checkpoint follows.
+    Built without storage, cut, and only then given memory. Rank 0 alone calls `read_weights` for the whole model, on
+    the CPU, and sends it tensor by tensor; with None nobody does, because a checkpoint follows.
     """
-    source, problem = None, None
-    if load_weights and get_rank() == 0:
-        try:
-            source = read_full_model(model_name, config, from_scratch, seed)
-        except Exception as error:  # files, hub and config raise all kinds
-            problem = f"the weights of --model_name {model_name} cannot be loaded: {first_line(error)}"
-    agree(problem)
-    if mesh is None and source is not None:
-        return source.to(device)
     cp = mesh["cp"].size() if mesh is not None else 1
     attention = "context_parallel" if cp > 1 else "sdpa"
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).train()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).train()
+    except ValueError as error:  # a family that does not take another attention
+        fail(f"{config.model_type} cannot run {attention} attention: {first_line(error)}")
+    if cp > 1 and any(name.endswith("sinks") for name, _ in model.named_parameters()):
+        fail(f"{config.model_type} has attention sinks, which cp_size {cp} cannot express; cp_size 1 would work")
+    if mesh is None and dtype != torch.float32:
+        # with no FSDP to cast the weights of each layer, autocast casts them for each operator
+        model.forward = torch.autocast(device.type, dtype)(model.forward)
     if mesh is not None:
         if mesh["tp"].size() > 1:
             apply_tensor_parallel(model, mesh["tp"])
-        # private, because there is no public way to join two axes; a 2-D mesh would make fully_shard replicate over dp
-        fsdp_mesh = mesh["dp", "cp"]._flatten("fsdp")
-        apply_fsdp(model, fsdp_mesh, dtype=dtype, tp_size=mesh["tp"].size())
+        apply_fsdp(model, fsdp_axis(mesh), dtype=dtype, tp_size=mesh["tp"].size())
+    full_tensors, problem = {}, None
+    if read_weights is not None and get_rank() == 0:
+        try:
+            full_tensors = read_weights().state_dict()
+        except Exception as error:  # files, hub and config raise all kinds
+            problem = f"the weights of the {config.model_type} model cannot be loaded: {first_line(error)}"
+    agree(problem)
     materialize(model, device)
-    if load_weights:
-        copy_full_weights(model, source, device)
+    if read_weights is not None:
+        copy_full_weights(model, full_tensors, device)
     return model
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 5 attention: sequence shards, context-parallel attention
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- 5 attention: sequence shards, context-parallel attention --------------------------------------------------------
 
 
 def shard_sequence(full: Tensor, cp_rank: int, cp_size: int, dim: int = 1) -> Tensor:
@@ -599,7 +563,7 @@ def shard_sequence(full: Tensor, cp_rank: int, cp_size: int, dim: int = 1) -> Te
 def gather_sequence_shards(shard: Tensor, cp_mesh: DeviceMesh, dim: int) -> Tensor:
     """The inverse of `shard_sequence`: the whole sequence, in its natural order, on every rank.
 
-    Differentiable: the backward adds up what all ranks say about a position and returns each its shard (reduce-scatter).
+    Differentiable: the backward adds up the gradients of all ranks and returns each its shard (reduce-scatter).
     """
     cp_size = cp_mesh.size()
     gathered = (
@@ -614,9 +578,9 @@ def gather_sequence_shards(shard: Tensor, cp_mesh: DeviceMesh, dim: int) -> Tens
 def context_parallel_attention(cp_mesh: DeviceMesh) -> Callable:
     """An attention function for Transformers' AttentionInterface that sees the whole sequence from each shard of it.
 
-    Keys and values are gathered along the sequence (they are small under grouped-query attention), queries stay where they
-    are, and each of the two chunks of queries runs causal attention on what lies before it: the method of Llama 3,
-    arXiv 2407.21783, section 3.3.2. The count of its calls is kept in `.calls`.
+    Keys and values are gathered along the sequence (they are small under grouped-query attention), queries stay, and
+    each of the two chunks of queries runs causal attention on what lies before it: the method of Llama 3,
+    arXiv 2407.21783, section 3.3.2. Its calls are counted in `.calls`. Raises ValueError for another kind of attention.
     """
     cp_rank, cp_size = cp_mesh.get_local_rank(), cp_mesh.size()
 
@@ -631,28 +595,18 @@ def context_parallel_attention(cp_mesh: DeviceMesh) -> Callable:
         **kwargs,
     ) -> tuple[Tensor, None]:
         attention.calls += 1
-        window, softcap, sinks = kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux")
+        asked = {"a mask": attention_mask is not None, "dropout": dropout, "not causal": not module.is_causal}
+        asked |= {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux") is not None}
+        asked["a window"] = (kwargs.get("sliding_window") or math.inf) < query.shape[2] * cp_size
+        if any(asked.values()):  # check_attention has refused what it knows; this is for models that it does not know
+            raise ValueError(f"context-parallel attention got {', '.join(k for k, v in asked.items() if v)}")
         key_value = gather_sequence_shards(torch.cat([key, value], dim=-1), cp_mesh, dim=2)  # (B, kv heads, S, 2D)
-        if (
-            attention_mask is not None
-            or dropout
-            or softcap
-            or sinks is not None
-            or not getattr(module, "is_causal", True)
-        ):
-            raise ValueError("context-parallel attention is causal, without a mask, dropout, softcap or sinks")
-        if window is not None and window < key_value.shape[2]:
-            raise ValueError(f"context-parallel attention has no sliding window; {window} is shorter than the sequence")
-        length = query.shape[2] // 2
-        outputs = []
+        length, outputs = query.shape[2] // 2, []
         for chunk, q in zip((cp_rank, 2 * cp_size - 1 - cp_rank), query.split(length, dim=2)):
             end = (chunk + 1) * length
             k, v = key_value[:, :, :end].split([key.shape[-1], value.shape[-1]], dim=-1)
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    q, k, v, causal_lower_right(length, end), scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-                )
-            )
+            options = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
+            outputs.append(F.scaled_dot_product_attention(q, k, v, causal_lower_right(length, end), **options))
         return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None  # (B, S/cp, heads, D)
 
     attention.calls = 0
@@ -662,49 +616,36 @@ def context_parallel_attention(cp_mesh: DeviceMesh) -> Callable:
 def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, tp: int) -> None:
     """Refuse a model whose attention is not plain causal attention where cp or tp needs it to be, and name why.
 
-    Under tp the model builds its masks from the embeddings, whose sequence is cut; so there, too, no mask may be needed.
+    Under tp the model builds its masks from the embeddings, whose sequence is cut, so there it must need no mask.
     """
-    config = config.get_text_config()
-    reasons = []
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    windowed = "sliding_attention" in kinds or (kinds == {"full_attention"} and not hasattr(config, "layer_types"))
-    if window is not None and windowed and getattr(config, "use_sliding_window", True) and window < seq_len:
+    config, reasons = config.get_text_config(), []
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention", "sliding_attention"])
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window is not None and window < seq_len and "sliding_attention" in kinds:
         reasons.append(f"a sliding window of {window} tokens, shorter than --seq_len {seq_len}")
-    other = sorted(kinds - {"full_attention", "sliding_attention"})
-    if other:
-        reasons.append(f"layers of {', '.join(other)}")
+    if other := ", ".join(sorted(kinds - {"full_attention", "sliding_attention"})):
+        reasons.append(f"layers of {other}")
     if cp > 1:
         if getattr(config, "attn_logit_softcapping", None):
             reasons.append("softcap in attention")
-        if config.model_type in ("gpt_oss",):
-            reasons.append("attention sinks")
-        dropouts = [
-            k for k in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob") if getattr(config, k, 0)
-        ]
-        reasons += [f"dropout in attention ({k} {getattr(config, k)})" for k in dropouts]
+        for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+            if getattr(config, name, 0):
+                reasons.append(f"dropout in attention ({name} {getattr(config, name)})")
         rope = getattr(config, "rope_parameters", None) or {}
-        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        original = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
         if rope.get("rope_type") in ("dynamic", "longrope") and seq_len > original:
             # its frequencies depend on the largest position that a rank happens to hold
             reasons.append(f"{rope['rope_type']} rotary embeddings beyond {original} positions")
     if reasons:
         axis = f"cp_size {cp}" if cp > 1 else f"tp_size {tp}"
-        fail(
-            f"{config.model_type} has {' and '.join(reasons)}, which {axis} cannot express; cp_size 1, tp_size 1 would work"
-        )
+        fail(f"{config.model_type} has {' and '.join(reasons)}, which {axis} cannot express; cp and tp 1 would work")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 6 data
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- 6 data ----------------------------------------------------------------------------------------------------------
 
 
 def read_documents(dataset_name: str, text_column: str) -> tuple[str, Iterator[list[str]], int, bool]:
-    """Open a text dataset.
-
-    Returns:
-        a fingerprint of the text; batches of texts; their number; whether each text is a document of its own.
+    """Open a text dataset: its fingerprint, batches of texts, their number, and whether each text is a document.
 
     Raises whatever the datasets library raises, and ValueError for a missing column or an empty dataset.
     """
@@ -757,8 +698,9 @@ def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedT
         with partial.open("wb") as file:
             for texts in tqdm(batches, total=total, desc="tokenizing", unit="batch"):
                 texts = [text for text in texts if text] if is_document else ["".join(texts)]
-                # verbose=False: a document longer than the model's context is no fault, it is cut into sequences
-                for ids in tokenizer(texts, verbose=False)["input_ids"] if texts else []:
+                # not verbose: a document longer than the model's context is no fault, it is cut into sequences
+                options = {"add_special_tokens": is_document, "verbose": False}
+                for ids in tokenizer(texts, **options)["input_ids"] if texts else []:
                     file.write(np.asarray(ids if ids[-1:] == end else ids + end, dtype=dtype).tobytes())
         os.replace(partial, path)
     finally:
@@ -767,7 +709,7 @@ def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedT
 
 
 def prepare_tokens(dataset_name: str, text_column: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Tokenize once per machine; return all tokens as a read-only array on disk, the same on all ranks. A collective."""
+    """Tokenize once per machine; return all tokens as a read-only array on disk. A collective."""
     # its own group with a long timeout: the others wait here for hours if a machine tokenizes that long
     group = dist.new_group(backend="gloo", timeout=timedelta(days=2)) if dist.is_initialized() else None
     problem, path = None, None
@@ -775,10 +717,8 @@ def prepare_tokens(dataset_name: str, text_column: str, tokenizer: PreTrainedTok
         try:
             path = str(tokenize_to_file(dataset_name, text_column, tokenizer))
         except Exception as error:  # whatever the datasets library raises
-            problem = (
-                f"--dataset_name {dataset_name} cannot be read ({first_line(error)}); give 'stdlib', a .txt, .jsonl or "
-                ".parquet file, or a hub id that this machine can reach"
-            )
+            works = "give 'stdlib', a .txt, .jsonl or .parquet file, or a hub id that can be reached"
+            problem = f"--dataset_name {dataset_name} cannot be read ({first_line(error)}); {works}"
     agree(problem, group)
     # this machine's path: its first rank is the nearest one at or below this rank that has a path
     paths = gather_objects(path, group)
@@ -794,7 +734,7 @@ def epoch_order(num_sequences: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def sequences_of_step(num_sequences: int, seed: int, step: int, global_batch_size: int) -> list[int]:
-    """Which sequences make up a step (counted from 0): a function of its arguments, so there is no loader state to save.
+    """Which sequences make up a step (from 0): a function of the arguments alone, so there is no loader state to save.
 
     Each epoch is a new permutation; a batch may reach from one into the next.
     """
@@ -803,8 +743,8 @@ def sequences_of_step(num_sequences: int, seed: int, step: int, global_batch_siz
 
 
 def read_sequences(tokens: np.ndarray, indices: Iterable[int], seq_len: int) -> tuple[Tensor, Tensor]:
-    """Inputs and labels, both (B, S). Sequence i starts at token i * S; labels are the inputs one token later, so they are
-    shifted before anything is cut, and the last label is the next sequence's first token."""
+    """Inputs and labels, both (B, S). Sequence i starts at token i * S, and a label is the token after its input, so
+    that labels are shifted before anything is cut; the last one is the first token of the next sequence."""
     rows = np.stack([tokens[i * seq_len : (i + 1) * seq_len + 1] for i in indices]).astype(np.int64)
     return torch.from_numpy(rows[:, :-1]).contiguous(), torch.from_numpy(rows[:, 1:]).contiguous()
 
@@ -831,9 +771,7 @@ def shard_batch(
     return micro_batches
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 7 loss
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- 7 loss ----------------------------------------------------------------------------------------------------------
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -856,9 +794,7 @@ def count_labels(micro_batches: list[dict[str, Tensor]], mesh: DeviceMesh | None
     return count
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 8 checkpoint
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- 8 checkpoint ----------------------------------------------------------------------------------------------------
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -881,8 +817,8 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 class AppState(Stateful):
     """Model and optimizer as one entry of a DCP checkpoint, by the contract of torch's state-dict utilities.
 
-    The state is sharded as the parameters are: each rank saves and loads its own part, in any mesh. With no optimizer it
-    holds the model alone, and loads the model out of a checkpoint that holds both.
+    The state is sharded as the parameters are: each rank saves and loads its own part, in any mesh. With no optimizer
+    it holds the model alone, and loads the model out of a checkpoint that holds both.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
@@ -901,10 +837,7 @@ class AppState(Stateful):
             set_model_state_dict(self.model, state_dict["model"])
         else:
             set_state_dict(
-                self.model,
-                self.optimizer,
-                model_state_dict=state_dict["model"],
-                optim_state_dict=state_dict["optim"],
+                self.model, self.optimizer, model_state_dict=state_dict["model"], optim_state_dict=state_dict["optim"]
             )
 
 
@@ -914,12 +847,6 @@ def rng_state(device: torch.device) -> dict[str, dict[str, Tensor]]:
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return {f"rank{get_rank()}": state}
-
-
-def set_rng_state(state: dict[str, dict[str, Tensor]], device: torch.device) -> None:
-    torch.set_rng_state(state[f"rank{get_rank()}"]["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[f"rank{get_rank()}"]["cuda"], device)
 
 
 MANIFEST = "manifest.json"
@@ -946,10 +873,8 @@ def flush(path: Path) -> None:
 def read_manifest(path: Path) -> dict[str, Any] | None:
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        return (
-            manifest if isinstance(manifest, dict) and {"format", "run", "step", "files"} <= manifest.keys() else None
-        )
-    except (OSError, ValueError):
+        return manifest if {"format", "run", "step", "tokens", "tp", "dp", "cp", "files"} <= manifest.keys() else None
+    except (OSError, ValueError, AttributeError):
         return None
 
 
@@ -987,13 +912,13 @@ def discard(path: Path) -> None:
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[Path, dict[str, Any] | None]]:
-    """All checkpoints below a directory with their manifests, newest run first, then highest step; unreadable ones last."""
+    """All checkpoints of a directory and their manifests: newest run first, then highest step; unreadable ones last."""
     found = [(path, read_manifest(path)) for path in output_dir.glob("checkpoint_tp*_dp*_cp*") if path.is_dir()]
     return sorted(found, key=lambda item: (item[1]["run"], item[1]["step"]) if item[1] else ("", -1), reverse=True)
 
 
 def prune_checkpoints(output_dir: Path, run: str, keep_last: int) -> None:
-    """Remove all but the newest checkpoints of this run, and what interrupted saves left. Rank 0 only, no collective."""
+    """Remove all but the newest checkpoints of this run, and what interrupted saves left. Rank 0 only."""
     ours = [path for path, manifest in list_checkpoints(output_dir) if manifest and manifest["run"] == run]
     for path in ours[keep_last:]:
         discard(path)
@@ -1024,17 +949,17 @@ def save_checkpoint(
 ) -> Path:
     """Save model, optimizer and train state to `checkpoint_tp<tp>_dp<dp>_cp<cp>`, atomically. A collective.
 
-    Each rank writes its own shards into a hidden directory; when all have, rank 0 adds config, tokenizer and a manifest,
-    and renames it into place. If anything fails, all ranks end with one sentence, and older checkpoints are as they were.
+    Each rank writes its own shards into a hidden directory; when all have, rank 0 adds a manifest and renames it into
+    place. If anything fails, all ranks end with one sentence, and older checkpoints are as they were.
 
     Args:
         sizes: the mesh, {"tp": ..., "dp": ..., "cp": ...}.
-        train_state: "run", "step" and whatever else a resumed run needs; goes into the manifest, so plain JSON.
+        train_state: "run", "step", "tokens"; goes into the manifest.
     """
     final = output_dir / "checkpoint_tp{tp}_dp{dp}_cp{cp}".format(**sizes)
     temporary = output_dir / f".tmp_{final.name}"
-    problem = None
-    if get_rank() == 0:
+    problem, is_main, failed = None, get_rank() == 0, f"step {train_state['step']} could not be saved"
+    if is_main:
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -1042,50 +967,35 @@ def save_checkpoint(
                 if part is not None:
                     part.save_pretrained(temporary)
         except OSError as error:
-            problem = f"cannot save to {output_dir} ({explain_save_error(error, output_dir)})"
+            problem = f"{failed}: {explain_save_error(error, output_dir)}"
     agree(problem)
 
     files: dict[str, dict[str, Any]] = {}
     try:
-        dcp.save(
-            {"app": AppState(model, optimizer), "rng": rng_state(device)},
-            # more than one thread can lose the exception of one, and report a save that lacks half of its tensors
-            storage_writer=dcp.FileSystemWriter(temporary, thread_count=1),
-            no_dist=not dist.is_initialized(),
-        )
-        mine = itertools.chain(temporary.glob(f"__{get_rank()}_*"), (p for p in others(temporary) if get_rank() == 0))
+        # more than one thread can lose the exception of one, and report a save that lacks half of its tensors
+        writer = dcp.FileSystemWriter(temporary, thread_count=1)
+        state = {"app": AppState(model, optimizer), "rng": rng_state(device)}
+        dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
+        shards = f"__{get_rank()}_"  # as DCP names what a rank writes
+        mine = [p for p in temporary.iterdir() if p.name.startswith(shards) or (is_main and p.suffix != ".distcp")]
         files = {path.name: {"size": path.stat().st_size, "sha256": checksum(path)} for path in mine}
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        if get_rank() == 0:
+        problem = f"{failed}: {explain_save_error(error, output_dir)}"
+        if is_main:
             shutil.rmtree(temporary, ignore_errors=True)
-        problem = f"step {train_state['step']} could not be saved: {explain_save_error(error, output_dir)}"
     agree(problem)
     all_files = {name: entry for part in gather_objects(files) for name, entry in part.items()}
 
-    if get_rank() == 0:
-        manifest = {
-            "format": FORMAT,
-            **train_state,
-            **sizes,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "files": all_files,
-        }
+    if is_main:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        manifest = {"format": FORMAT, **train_state, **sizes, **versions, "files": all_files}
         try:
-            missing = [name for name in all_files if not (temporary / name).exists()]
-            if missing:
-                raise OSError(f"{output_dir} is not one directory on all machines: {missing[0]} is not here")
             commit_checkpoint(temporary, final, manifest)
             prune_checkpoints(output_dir, train_state["run"], keep_last)
         except OSError as error:
-            problem = f"step {train_state['step']} could not be saved: {explain_save_error(error, output_dir)}"
+            problem = f"{failed}: {explain_save_error(error, output_dir)}"
     agree(problem)
     return final
-
-
-def others(directory: Path) -> list[Path]:
-    """The files of a checkpoint that are no rank's shard."""
-    return [path for path in directory.iterdir() if path.suffix != ".distcp" and path.name != MANIFEST]
 
 
 def check_files(path: Path, manifest: dict[str, Any] | None, with_checksums: bool) -> str | None:
@@ -1107,10 +1017,10 @@ def check_files(path: Path, manifest: dict[str, Any] | None, with_checksums: boo
 
 
 def find_checkpoint(resume: str, output_dir: Path, run: str | None, with_checksums: bool) -> tuple[Path, dict] | None:
-    """The checkpoint to go on from, and its manifest: the newest in `output_dir` that is whole, or the one named. A collective.
+    """The newest whole checkpoint in `output_dir`, or the one that `resume` names; and its manifest. A collective.
 
-    Rank 0 lists, all ranks check a part of the files, and what is skipped is said. A named checkpoint that is not whole is
-    refused. With `run`, checkpoints of other runs do not count.
+    Rank 0 lists, each rank checks a part of the files, and what is skipped is said. A named one that is not whole is
+    refused. For "restart", checkpoints of runs other than `run` do not count.
     """
     by_name = resume not in ("auto", "restart")
     candidates = []
@@ -1129,11 +1039,9 @@ def find_checkpoint(resume: str, output_dir: Path, run: str | None, with_checksu
 
 
 def begin_run(resume: str, output_dir: Path, with_checksums: bool) -> tuple[Path | None, dict | None, dict[str, Any]]:
-    """Where this run begins. A collective; rank 0 decides.
+    """Where this run begins: the checkpoint to load and its manifest, or None twice; and the train state. A collective.
 
-    Returns:
-        the checkpoint to load and its manifest, or None twice; and the train state: "run" (the name of this run, which is
-        also its id at wandb), "step", "tokens".
+    The train state is "run" (the name of the run, which is also its id at wandb), "step" and "tokens".
     """
     marker = output_dir / ".run"  # a restart of a run that has no checkpoint yet must not take another run's
     run = None
@@ -1155,24 +1063,21 @@ def begin_run(resume: str, output_dir: Path, with_checksums: bool) -> tuple[Path
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Reads `.metadata` without running what a stranger may have put into it: only what DCP's metadata needs is admitted."""
+    """Reads `.metadata` without running what a stranger may have put there: it admits only DCP's own plain classes."""
 
     ALLOWED = {
-        ("torch.distributed.checkpoint.metadata", None),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch", "Size"),
-        ("torch", "float32"),
-        ("torch.serialization", "_get_layout"),
-        ("pathlib", "PosixPath"),
-        ("pathlib", "PurePosixPath"),
-        ("pathlib._local", "PosixPath"),
-        ("builtins", "slice"),
-        ("collections", "OrderedDict"),
+        "torch": "Size",
+        "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata "
+        "ChunkStorageMetadata TensorProperties StorageMeta _MEM_FORMAT_ENCODING",
+        "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+        "torch.serialization": "_get_layout",
+        "pathlib": "PosixPath PurePosixPath",
+        "pathlib._local": "PosixPath PurePosixPath",
     }
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in self.ALLOWED or ((module, None) in self.ALLOWED and "." not in name):
+        if is_dtype or name in self.ALLOWED.get(module, "").split():
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
 
@@ -1197,13 +1102,18 @@ class SafePlanner(dcp.DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, rng_device: torch.device | None = None
+) -> None:
     """Load model and optimizer from a checkpoint of any mesh. A collective; each rank reads what it holds.
 
-    The optimizer's options (lr, weight decay, ...) stay as the caller has set them. Ends all ranks with one sentence when
-    the checkpoint is of another model.
+    The optimizer's options (lr, weight decay, ...) stay as the caller has set them. With `rng_device` this rank's
+    random state is restored too; only a checkpoint of the same mesh has it for every rank. Ends all ranks with one
+    sentence when the checkpoint is of another model.
     """
-    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] if optimizer else []
+    groups = optimizer.param_groups if optimizer is not None else []
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    state = {"app": AppState(model, optimizer)} | ({"rng": rng_state(rng_device)} if rng_device is not None else {})
     problem = None
     try:
         reader = SafeReader(path)
@@ -1218,33 +1128,24 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         problem = f"{path}/.metadata cannot be read ({first_line(error)})"
     agree(problem)
     try:
-        dcp.load(
-            {"app": AppState(model, optimizer)},
-            storage_reader=reader,
-            planner=SafePlanner(),
-            no_dist=not dist.is_initialized(),
-        )
+        dcp.load(state, storage_reader=reader, planner=SafePlanner(), no_dist=not dist.is_initialized())
     except (Exception, CheckpointException) as error:
         problem = f"{path} could not be loaded: {explain_save_error(error, path)}"
     agree(problem)
-    for group, own in zip(optimizer.param_groups if optimizer else [], options):
+    for group, own in zip(optimizer.param_groups if optimizer is not None else [], options):
         group.update(own)
+    if rng_device is not None:
+        saved_rng = state["rng"][f"rank{get_rank()}"]
+        torch.set_rng_state(saved_rng["cpu"])
+        if rng_device.type == "cuda":
+            torch.cuda.set_rng_state(saved_rng["cuda"], rng_device)
 
 
-def load_rng(path: Path, device: torch.device) -> None:
-    """Set this rank's random state to what it was at the save; the mesh must be the same. A collective."""
-    state = {"rng": rng_state(device)}
-    dcp.load(state, storage_reader=SafeReader(path), planner=SafePlanner(), no_dist=not dist.is_initialized())
-    set_rng_state(state["rng"], device)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 9 training
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- 9 training ------------------------------------------------------------------------------------------------------
 
 
 def build_optimizer(
-    model: nn.Module, *, learning_rate: float, weight_decay: float, warmup_steps: int, num_train_steps: int
+    model: nn.Module, learning_rate: float, weight_decay: float, warmup_steps: int, num_train_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """AdamW with decay on matrices only, and a linear warm-up into a cosine."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -1255,7 +1156,7 @@ def build_optimizer(
     groups = [group for group in groups if group["params"]]
     optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=True)
     init_optimizer_state(optimizer)
-    scheduler = get_scheduler(
+    scheduler = transformers.get_scheduler(
         "cosine", optimizer, num_warmup_steps=warmup_steps, num_training_steps=max(num_train_steps, warmup_steps + 1)
     )
     return optimizer, scheduler
@@ -1295,40 +1196,31 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     micro_batches: list[dict[str, Tensor]],
     mesh: DeviceMesh | None,
-    *,
     max_grad_norm: float,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[float, float, int]:
+) -> tuple[float, float]:
     """One optimizer step on one global batch, of which this rank has its micro-batches.
 
-    Returns:
-        loss (the mean over all labels of the step), gradient norm before clipping, and the number of labels; the same on all
-        ranks and in all meshes. When loss or norm is not finite, no weight has been touched.
+    Returns the loss (the mean over all labels of the step) and the gradient norm before clipping, the same on all ranks
+    and in all meshes. When one of them is not finite, no weight has been touched.
     """
     labels_in_step = count_labels(micro_batches, mesh)
     # FSDP averages gradients over its mesh; the loss is a mean over labels, which need not lie evenly on the ranks
     scale = (mesh.size() // mesh["tp"].size() if mesh is not None else 1) / labels_in_step.clamp(min=1)
-    device_type = micro_batches[0]["labels"].device.type
-    # one process has no FSDP to cast its weights, so autocast does
-    autocast = torch.autocast(device_type, dtype, enabled=mesh is None and dtype != torch.float32)
-    loss_sum = torch.zeros((), device=micro_batches[0]["labels"].device)
+    loss_sum = torch.zeros((), device=labels_in_step.device)
     with loss_parallel():
         for batch in micro_batches:
-            with autocast:
-                output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
-                loss = cross_entropy_sum(output.logits, batch["labels"])
+            output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+            loss = cross_entropy_sum(output.logits, batch["labels"])
             (loss * scale).backward()
             loss_sum += loss.detach()
     total, norm = reduce_loss_and_norm(loss_sum, model, mesh)
-    loss, grad_norm, count = torch.stack(
-        [total / labels_in_step, norm, labels_in_step.double()]
-    ).tolist()  # CPU-GPU sync
+    loss, grad_norm = torch.stack([total / labels_in_step.clamp(min=1), norm]).tolist()  # CPU-GPU sync
     if math.isfinite(loss) and math.isfinite(grad_norm):
         if grad_norm > max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), max_grad_norm, norm.float())
         optimizer.step()
     optimizer.zero_grad()
-    return loss, grad_norm, int(count)
+    return loss, grad_norm
 
 
 @torch.no_grad()
@@ -1350,11 +1242,9 @@ def evaluate(model: nn.Module, batches: Iterable[list[dict[str, Tensor]]], mesh:
 
 
 def held_out_batches(
-    tokens: np.ndarray, args: Config, mesh: DeviceMesh | None, device: torch.device
+    tokens: np.ndarray, held_out: range, args: Config, mesh: DeviceMesh | None, device: torch.device
 ) -> Iterator[list[dict[str, Tensor]]]:
-    """The last 1 % of the sequences, in global batches; the last one is filled up with rows that have no labels."""
-    total = (len(tokens) - 1) // args.seq_len
-    held_out = range(total - total // 100, total)
+    """The held-out sequences in global batches; the last one is filled up with rows that have no labels."""
     for start in range(0, len(held_out), args.global_batch_size):
         indices = list(held_out[start : start + args.global_batch_size])
         missing = args.global_batch_size - len(indices)
@@ -1364,7 +1254,7 @@ def held_out_batches(
 
 
 def open_metrics(output_dir: Path, resumed: bool) -> Any:
-    """metrics.jsonl, opened to append; a new run first renames what another run has left. Rank 0 only, no collective."""
+    """metrics.jsonl, opened to append; a new run first renames what another run has left. Rank 0 only."""
     path = output_dir / "metrics.jsonl"
     if path.exists() and not resumed:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
@@ -1386,10 +1276,9 @@ def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path
             with contextlib.suppress(OSError, netrc.NetrcParseError):
                 has_key = has_key or any("wandb" in host for host in netrc.netrc().hosts)
             mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
-        return wandb.init(
-            project="3D_parallel", id=run_id, resume="allow", mode=mode, dir=str(output_dir), config=config,
-            settings=wandb.Settings(init_timeout=60, silent=True),
-        )  # fmt: skip
+        settings = wandb.Settings(init_timeout=60, silent=True)
+        options = {"id": run_id, "resume": "allow", "mode": mode, "dir": str(output_dir), "settings": settings}
+        return wandb.init(project="3D_parallel", config=config, **options)
     except Exception as error:
         print(f"wandb is off: {first_line(error)}", flush=True)
         return None
@@ -1399,10 +1288,10 @@ def resume_command(args: Config, argv: list[str]) -> str:
     """The command that goes on from this run's last checkpoint for as many steps again."""
     kept, skip = [], False
     for word in argv:
-        name = word.split("=")[0]
-        if not skip and name not in ("--resume", "--num_train_steps"):
+        replaced = word.split("=")[0].replace("-", "_") in ("__resume", "__num_train_steps")
+        if not skip and not replaced:
             kept.append(word)
-        skip = not skip and name in ("--resume", "--num_train_steps") and "=" not in word
+        skip = not skip and replaced and "=" not in word
     launcher = os.environ.get("LAUNCHED_AS")
     if not launcher:
         processes = os.environ.get("LOCAL_WORLD_SIZE")
@@ -1433,11 +1322,13 @@ def train(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     tokens: np.ndarray,
+    split: tuple[int, range],
     args: Config,
     mesh: DeviceMesh | None,
     device: torch.device,
     train_state: dict[str, Any],
     save: Callable[..., Path],
+    attention: Callable | None,
 ) -> Path | None:
     """The training loop, from train_state["step"] to the last step. Logs on rank 0. Returns the last checkpoint."""
     is_main, resumed = get_rank() == 0, train_state["step"] > 0
@@ -1445,28 +1336,27 @@ def train(
     path, wandb_run = None, None
     if is_main:
         wandb_run = start_wandb(args.wandb_mode, asdict(args), train_state["run"], Path(args.output_dir))
-    sequences = (len(tokens) - 1) // args.seq_len
-    sequences -= sequences // 100  # held out
-    bar = tqdm(
-        total=args.num_train_steps, initial=train_state["step"], disable=not is_main, unit="step", mininterval=0.5
-    )
-    dtype = getattr(torch, args.dtype)
+    sequences, held_out = split
+    first_step = train_state["step"] + 1
+    bar = tqdm(total=args.num_train_steps, initial=first_step - 1, disable=not is_main, unit="step")
     while train_state["step"] < args.num_train_steps:
         started = time.perf_counter()
         indices = sequences_of_step(sequences, args.seed, train_state["step"], args.global_batch_size)
         inputs, labels = read_sequences(tokens, indices, args.seq_len)
         micro_batches = shard_batch(inputs, labels, mesh, args.micro_batch_size, device)
         lr = optimizer.param_groups[0]["lr"]
-        loss, grad_norm, count = train_step(
-            model, optimizer, micro_batches, mesh, max_grad_norm=args.max_grad_norm, dtype=dtype
-        )
+        loss, grad_norm = train_step(model, optimizer, micro_batches, mesh, args.max_grad_norm)
         step = train_state["step"] + 1
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             bar.close()
             fail(
-                f"step {step} has loss {loss} and gradient norm {grad_norm}; the weights are those of step {step - 1}, and "
-                "the last checkpoint is intact: resume from it with a lower --learning_rate"
+                f"step {step} has loss {loss} and gradient norm {grad_norm}; no weight was touched, and the last "
+                "checkpoint is as it was: resume from it with a lower --learning_rate"
             )
+        if attention is not None and step == first_step:
+            layers, calls = len(find_decoder_layers(model)), attention.calls // len(micro_batches)
+            if calls != layers:  # the others have seen only their own part of the sequence
+                fail(f"{calls} of {layers} layers ran context-parallel attention, not all; cp_size 1 would work")
         scheduler.step()
         train_state |= {"step": step, "tokens": train_state["tokens"] + inputs.numel()}
 
@@ -1477,10 +1367,9 @@ def train(
             "lr": lr,
             "tokens": train_state["tokens"],
             "tokens_per_second": inputs.numel() / (time.perf_counter() - started),
-            "labels": count,
         }
         if args.eval_every and step % args.eval_every == 0:
-            entry["eval_loss"] = evaluate(model, held_out_batches(tokens, args, mesh, device), mesh)
+            entry["eval_loss"] = evaluate(model, held_out_batches(tokens, held_out, args, mesh, device), mesh)
         if is_main:
             metrics.write(json.dumps(entry) + "\n")
             metrics.flush()
@@ -1496,49 +1385,50 @@ def train(
         if step == args.num_train_steps or (args.save_every and step % args.save_every == 0):
             path = save(train_state=train_state)
     bar.close()
-    if metrics is not None:
+    if is_main:
         metrics.close()
     if wandb_run is not None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # a failing wandb never stops a run
             wandb_run.finish()
     return path
 
 
-def check_data(num_tokens: int, args: Config, max_positions: int | None) -> None:
-    """Refuse a sequence length that the model or the data cannot serve."""
+def split_data(num_tokens: int, args: Config, max_positions: int | None) -> tuple[int, range]:
+    """How many sequences there are to train on, from the first, and which are held out: the last 1 %.
+
+    Refuses a sequence length that the model or the data cannot serve.
+    """
     if max_positions is not None and args.seq_len > max_positions:
         fail(f"--seq_len {args.seq_len} is longer than the {max_positions} positions of {args.model_name}")
     sequences = (num_tokens - 1) // args.seq_len
     if sequences < 1:
         fail(f"{args.dataset_name} has {num_tokens} tokens, too few for one sequence of --seq_len {args.seq_len}")
     if args.eval_every and sequences < 100:
-        fail(
-            f"{args.dataset_name} has {sequences} sequences of {args.seq_len} tokens, too few to hold out 1 % for "
-            f"--eval_every {args.eval_every}; 100 would do"
-        )
+        fail(f"{args.dataset_name} has only {sequences} sequences; --eval_every holds out 1 %, so it needs 100")
+    return sequences - sequences // 100, range(sequences - sequences // 100, sequences)
 
 
 def describe_run(
     args: Config, model: nn.Module, step: int, path: Path | None, num_tokens: int, device: torch.device
 ) -> None:
-    """Print every derived size once. Rank 0 only."""
+    """Print every derived size once, in one line. Rank 0 only."""
     parameters = sum(p.numel() for p in model.parameters())
     state = sum(4 * 4 * (p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
-    print(
-        f"mesh dp {args.dp_size} x cp {args.cp_size} x tp {args.tp_size} on {device.type} | "
-        f"{args.model_name}: {parameters:,} parameters, {state / 2**20:,.1f} MiB a rank with gradients and AdamW moments | "
-        f"step: {args.global_batch_size} sequences x {args.seq_len} = {args.global_batch_size * args.seq_len:,} tokens, "
-        f"micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size} a rank | "
-        f"data: {num_tokens:,} tokens | "
-        + (f"from {path}, step {step}" if path else "from step 0"),
-        flush=True,
-    )  # fmt: skip
+    batch = f"{args.global_batch_size} x {args.seq_len} = {args.global_batch_size * args.seq_len:,} tokens a step"
+    parts = [
+        f"mesh dp {args.dp_size} x cp {args.cp_size} x tp {args.tp_size} on {device.type}",
+        f"{args.model_name}: {parameters:,} parameters, {state / 2**20:,.1f} MiB a rank with gradients and AdamW state",
+        f"{batch}, in micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size} a rank",
+        f"data: {num_tokens:,} tokens",
+        f"from {path}, step {step}" if path else "from step 0",
+    ]
+    print(" | ".join(parts), flush=True)
 
 
 def finish(
     args: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path, step: int, argv: list[str]
 ) -> None:
-    """Leave the process group, and say where the result is and how to go on. One plain process also saves for Transformers."""
+    """Leave the process group, and say where the result is and how to go on. One plain process saves the model, too."""
     if not dist.is_initialized():
         folder = Path(args.output_dir) / "model"
         model.save_pretrained(folder)
@@ -1551,18 +1441,15 @@ def finish(
         print(f"checkpoint of step {step}: {path}\ngo on with: {resume_command(args, argv)}", flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 10 main
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- 10 main ---------------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> None:
     # 1, 2: flags, process group, mesh
     args = parse_arguments(argv)
-    check_versions()
     device = start_process_group(args.device, args.timeout)
     sizes = {"tp": args.tp_size, "dp": args.dp_size, "cp": args.cp_size}
-    mesh = build_mesh(device.type, **sizes) if dist.is_initialized() else None
+    mesh = build_mesh(device.type, **sizes, timeout_s=args.timeout) if dist.is_initialized() else None
     output_dir = Path(args.output_dir)
     open_output_dir(output_dir)
 
@@ -1572,55 +1459,38 @@ def main(argv: list[str]) -> None:
     # 3, 5: config, tokenizer, and what can be refused before anything large is read
     config, tokenizer = load_config_and_tokenizer(args.model_name)
     check_attention(config, args.seq_len, args.cp_size, args.tp_size)
-    if args.cp_size > 1:
-        AttentionInterface.register("context_parallel", context_parallel_attention(mesh["cp"]))
+    attention = context_parallel_attention(mesh["cp"]) if args.cp_size > 1 else None
+    if attention is not None:
+        transformers.AttentionInterface.register("context_parallel", attention)
 
     # 6: data
     tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer)
-    check_data(len(tokens), args, getattr(config.get_text_config(), "max_position_embeddings", None))
+    split = split_data(len(tokens), args, getattr(config.get_text_config(), "max_position_embeddings", None))
 
     # 3, 4: model, plans, weights
-    model = build_model(
-        args.model_name,
-        config,
-        mesh,
-        device,
-        dtype=getattr(torch, args.dtype),
-        from_scratch=args.from_scratch,
-        seed=args.seed,
-        load_weights=path is None,
-    )
+    read_weights = functools.partial(read_full_model, args.model_name, config, args.from_scratch, args.seed)
+    model = build_model(config, mesh, device, getattr(torch, args.dtype), read_weights if path is None else None)
+
+    with contextlib.suppress(OSError):  # most models have one; it goes along into each checkpoint
+        model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
 
     # 9: optimizer and schedule; 8: the state of a checkpoint
     optimizer, scheduler = build_optimizer(
-        model,
-        learning_rate=args.learning_rate,
-        weight_decay=args.weight_decay,
-        warmup_steps=args.warmup_steps,
-        num_train_steps=args.num_train_steps,
+        model, args.learning_rate, args.weight_decay, args.warmup_steps, args.num_train_steps
     )
     torch.manual_seed(args.seed + 1 + get_rank())  # dropout: ranks hold other tokens or other heads, so other masks
     if path is not None:
-        load_checkpoint(path, model, optimizer)
+        same_mesh = all(manifest[axis] == size for axis, size in sizes.items())
+        load_checkpoint(path, model, optimizer, rng_device=device if same_mesh else None)
         set_schedule(scheduler, train_state["step"])
-        if all(manifest[axis] == size for axis, size in sizes.items()):
-            load_rng(path, device)
 
     # 9: train, save
     if get_rank() == 0:
         describe_run(args, model, train_state["step"], path, len(tokens), device)
-    save = functools.partial(
-        save_checkpoint,
-        output_dir,
-        model,
-        optimizer,
-        sizes=sizes,
-        tokenizer=tokenizer,
-        keep_last=args.keep_last,
-        device=device,
-    )
-    path = train(model, optimizer, scheduler, tokens, args, mesh, device, train_state, save) or path
-    finish(args, model, tokenizer, path, train_state["step"], argv)
+    parts = {"sizes": sizes, "tokenizer": tokenizer, "keep_last": args.keep_last, "device": device}
+    save = functools.partial(save_checkpoint, output_dir, model, optimizer, **parts)
+    saved_path = train(model, optimizer, scheduler, tokens, split, args, mesh, device, train_state, save, attention)
+    finish(args, model, tokenizer, saved_path or path, train_state["step"], argv)
 
 
 if __name__ == "__main__":

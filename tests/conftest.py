@@ -4,11 +4,13 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -60,7 +62,7 @@ def make_config(family, vocab=509, tied=False, **changes):
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=None,
-        pad_token_id=None,
+        pad_token_id=vocab * 3 // 5,  # its row of the embedding gets no gradient, and lies in the middle of a shard
     )
     if family in ("phi3", "olmo2"):
         del sizes["head_dim"]
@@ -96,26 +98,15 @@ def make_batches(steps, vocab, batch=8, seq_len=32, seed=1):
     return batches
 
 
-def shard_model(model_or_config, sizes, dtype=torch.float32):
-    """Put a plain model's weights (or a config's first ones) on the mesh dp x cp x tp, as the script does.
-
-    Returns model and mesh.
-    """
-    script = load_script()
+def shard_model(source, sizes, dtype=torch.float32):
+    """Put a plain model's weights on the mesh dp x cp x tp, as the script does. Returns model and mesh."""
     from transformers import AttentionInterface
 
-    dp, cp, tp = sizes
+    script, (dp, cp, tp) = load_script(), sizes
     mesh = script.build_mesh("cpu", dp=dp, cp=cp, tp=tp)
     if cp > 1:
         AttentionInterface.register("context_parallel", script.context_parallel_attention(mesh["cp"]))
-    source = None if not isinstance(model_or_config, torch.nn.Module) else model_or_config
-    config = source.config if source is not None else model_or_config
-    model = script.build_model(
-        "given", config, mesh, torch.device("cpu"), dtype=dtype, from_scratch=True, seed=0, load_weights=source is None
-    )
-    if source is not None:
-        script.copy_full_weights(model, source if dist.get_rank() == 0 else None, torch.device("cpu"))
-    return model, mesh
+    return script.build_model(source.config, mesh, torch.device("cpu"), dtype, lambda: source), mesh
 
 
 def relative(a, b):
@@ -124,9 +115,12 @@ def relative(a, b):
     return ((a - b).abs().max() / b.abs().max().clamp(min=1e-12)).item()
 
 
-def _rank_main(rank, world_size, store, connection, function, args):
+def _rank_main(rank, world_size, store, connection, task):
     """One rank: join the process group, run the function, send back what it returns or why it failed."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    function, args = pickle.loads(task)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
@@ -136,8 +130,38 @@ def _rank_main(rank, world_size, store, connection, function, args):
         result = (False, f"exit code {error.code}")
     except BaseException:
         result = (False, traceback.format_exc())
-    connection.send_bytes(pickle.dumps(result))  # by value: shared tensors would die with this process
+    connection.send_bytes(pickle.dumps(result))
     connection.close()
+
+
+def _script_main(environment, argv, output, before):
+    """One rank of a launch of the script, as torchrun would start it, with its output in a file."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    code = 0
+    try:
+        if before is not None:
+            before()
+        sys.argv = [str(SCRIPT), *argv]
+        load_script().main(argv)
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
+class Launch(NamedTuple):
+    codes: list  # exit code of each rank; negative: the signal that ended it
+    outputs: list  # stdout and stderr of each rank, together
+    seconds: float
 
 
 class Pool:
@@ -158,10 +182,11 @@ class Pool:
         """Call a module-level function on world_size ranks; returns their results by rank, which must pickle."""
         self.runs += 1
         store = f"{self.folder.name}/store{self.runs}"
+        task = pickle.dumps((function, args))  # by value: each shared tensor would take a file descriptor
         ranks = []
         for rank in range(world_size):
             ours, theirs = self.context.Pipe()
-            process = self.context.Process(target=_rank_main, args=(rank, world_size, store, theirs, function, args))
+            process = self.context.Process(target=_rank_main, args=(rank, world_size, store, theirs, task))
             process.start()
             theirs.close()
             ranks.append((process, ours))
@@ -180,6 +205,38 @@ class Pool:
         if failed:
             raise AssertionError("\n".join(failed[:2]))
         return [value for _, value in results]
+
+    def launch(self, world_size, *argv, env=None, before=None, timeout=240):
+        """Run the script's main on world_size ranks (0: one process without a launcher), as torchrun would.
+
+        `before` is a module-level function that each rank calls first, to break something. Like torchrun, it ends the
+        other ranks 5 s after one has failed. Returns a Launch.
+        """
+        self.runs += 1
+        started, ranks = time.monotonic(), []
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        for rank in range(max(1, world_size)):
+            output = f"{self.folder.name}/output{self.runs}_{rank}"
+            environment = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"} | (env or {})
+            if world_size:
+                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+                environment |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_PORT": port}
+            args = (environment, [str(word) for word in argv], output, before)
+            process = self.context.Process(target=_script_main, args=args)
+            process.start()
+            ranks.append((process, output))
+        deadline = started + timeout
+        while any(process.is_alive() for process, _ in ranks) and time.monotonic() < deadline:
+            if any(process.exitcode for process, _ in ranks):
+                deadline = min(deadline, time.monotonic() + 5)
+            time.sleep(0.05)
+        for process, _ in ranks:
+            process.kill()
+            process.join()
+        outputs = [Path(output).read_text() if Path(output).exists() else "" for _, output in ranks]
+        return Launch([process.exitcode for process, _ in ranks], outputs, time.monotonic() - started)
 
 
 @pytest.fixture(scope="session")

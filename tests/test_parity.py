@@ -30,14 +30,14 @@ class Case(NamedTuple):
 
 
 UNTIED = Case("llama", 509, False, 4, steps=10, micro_batch=8)
-TIED = Case("qwen3", 512, True, 8, steps=3, micro_batch=1)
+TIED = Case("qwen3", 512, True, 8, steps=3, micro_batch=4)
 FAMILIES = [
     Case("llama", 512, True, 4, 3, 2),  # SmolLM and SmolLM 2
     Case("qwen2", 509, True, 4, 3, 4),
-    Case("qwen3", 509, False, 2, 3, 1),
+    Case("qwen3", 509, False, 2, 3, 2),
     Case("mistral", 509, True, 2, 3, 2),
     Case("phi3", 509, False, 4, 3, 2),
-    Case("olmo2", 509, False, 4, 3, 1),
+    Case("olmo2", 509, False, 4, 3, 2),
 ]
 
 
@@ -74,7 +74,7 @@ def train_on_mesh(sizes, cases_and_norms):
         for inputs, labels in make_batches(case.steps, case.vocab):
             micro_batch = min(case.micro_batch, inputs.shape[0] // sizes[0])
             micro_batches = script.shard_batch(inputs, labels, mesh, micro_batch, torch.device("cpu"))
-            loss, norm, _ = script.train_step(model, optimizer, micro_batches, mesh, max_grad_norm=max_norm)
+            loss, norm = script.train_step(model, optimizer, micro_batches, mesh, max_grad_norm=max_norm)
             losses.append(loss)
             norms.append(norm)
         names = [name for name, _ in model.named_parameters()]

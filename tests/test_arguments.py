@@ -1,0 +1,315 @@
+"""Bad input ends every rank with exit code 2 and one sentence that says what to change; good input is read as meant."""
+
+import functools
+import os
+import re
+import time
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import make_config
+
+
+# transformers reads this when it is imported, which the process that forks the ranks does before any launch
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+ERROR = "3D_parallel.py: error: "
+
+
+def only_sentence(outputs, where):
+    """The one error sentence in the outputs of all ranks."""
+    printed = "\n".join(f"--- rank {rank} of {where}:\n{output}" for rank, output in enumerate(outputs))
+    assert "Traceback" not in printed, printed
+    # a progress bar may have left the cursor in the middle of a line
+    lines = [line for output in outputs for line in re.split(r"[\r\n]", output) if line.startswith(ERROR)]
+    assert len(lines) == 1, f"{len(lines)} error lines instead of one\n{printed}"
+    return lines[0].removeprefix(ERROR)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what the flags alone tell: parse_arguments, in this process
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Flags(NamedTuple):
+    id: str
+    argv: str
+    match: str
+    ranks: int = 1
+    env: dict = {}
+
+
+BAD_FLAGS = [
+    Flags("mesh too small", "--tp_size 1 --dp_size 1", r"needs 1 processes, but there are 2; .*--nproc_per_node 1", 2),
+    Flags("mesh too large", "--tp_size 2", r"needs 2 processes, but there is 1; .*--nproc_per_node 2"),
+    Flags("mesh not a factor", "--tp_size 3", r"tp_size 3 x dp_size 2 x cp_size 1 needs 6 processes, .* are 8", 8),
+    Flags("mesh from the environment", "", r"dp_size 3 .*needs 3 processes, but there are 2", 2, {"DP_SIZE": "3"}),
+    Flags("tp zero", "--tp_size 0", r"--tp_size 0 must be at least 1"),
+    Flags("dp negative", "--dp_size -2", r"--dp_size -2 must be at least 1", 2),
+    Flags("cp zero", "--cp_size=0", r"--cp_size 0 must be at least 1", 2),
+    Flags("cp not an integer", "--cp_size 1.5", r"--cp_size\b.* invalid int value: '1.5'"),
+    Flags("TP_SIZE zero", "", r"tp_size 0 must be at least 1", 1, {"TP_SIZE": "0"}),
+    Flags("DP_SIZE negative", "", r"DP_SIZE=-1 is not a whole number", 2, {"DP_SIZE": "-1"}),
+    Flags("CP_SIZE a word", "", r"CP_SIZE=two is not a whole number", 2, {"CP_SIZE": "two"}),
+    Flags("TP_SIZE no decimal digit", "", r"TP_SIZE=² is not a whole number", 1, {"TP_SIZE": "²"}),
+    Flags("unknown flag", "--learning_speed 1", r"unrecognized arguments: --learning_speed"),
+    Flags("abbreviated flag", "--tp 1", r"unrecognized arguments: --tp"),
+    Flags("word without a flag", "tiny", r"unrecognized arguments: tiny"),
+    Flags("flag without a value", "--seq_len", r"--seq_len\b.*expected one argument"),
+    Flags("bad choice", "--dtype float16", r"--dtype\b.*'?float16'?.*float32.*bfloat16"),
+    Flags("bad device", "--device tpu", r"--device\b.*'?tpu'?.*cuda"),
+    Flags("bad truth value", "--from_scratch maybe", r"--from_scratch\b|[Tt]ruthy"),
+    Flags("global batch", "--global_batch_size 7", r"batch_size 7 does not divide by dp_size 2; 8 would work", 2),
+    Flags("global batch zero", "--global_batch_size 0", r"--global_batch_size 0 must be at least 1"),
+    Flags("micro batch", "--micro_batch_size 3", r"--micro_batch_size 3 .* 8 sequences; use 1, 2, 4, 8$"),
+    Flags("micro batch of a share", "--micro_batch_size 8", r"--micro_batch_size 8 .* 4 sequences; use 1, 2, 4$", 2),
+    Flags("micro batch zero", "--micro_batch_size 0", r"--micro_batch_size 0 must be at least 1"),
+    Flags("seq_len under tp", "--tp_size 2 --seq_len 33", r"seq_len 33 .* by 2 .*; 32 or 34 would work", 2),
+    Flags("seq_len under cp", "--cp_size 2 --seq_len 30", r"seq_len 30 .* by 4 .*; 28 or 32 would work", 2),
+    Flags("seq_len below all", "--cp_size 2 --tp_size 4 --seq_len 3", r"seq_len 3 .* by 8 .*; 8 would work", 8),
+    Flags("seq_len zero", "--seq_len 0", r"--seq_len 0 must be at least 1"),
+    Flags("no steps", "--num_train_steps 0", r"--num_train_steps 0 must be at least 1"),
+    Flags("learning rate nan", "--learning_rate nan", r"--learning_rate nan must be a finite number"),
+    Flags("learning rate negative", "--learning_rate -1", r"--learning_rate -1.0 must be .* not negative"),
+    Flags("learning rate infinite", "--learning_rate inf", r"--learning_rate inf must be a finite number"),
+    Flags("weight decay negative", "--weight_decay -0.1", r"--weight_decay -0.1 must be .* not negative"),
+    Flags("warm-up negative", "--warmup_steps -1", r"--warmup_steps -1 must be .* not negative"),
+    Flags("seed negative", "--seed -1", r"--seed -1 must be .* not negative"),
+    Flags("clipping to zero", "--max_grad_norm 0", r"--max_grad_norm 0 would erase every gradient; .* turns"),
+    Flags("save_every negative", "--save_every -5", r"--save_every -5 must be .* not negative"),
+    Flags("keep none", "--keep_last 0", r"--keep_last 0 must be at least 1"),
+    Flags("no time", "--timeout 0", r"--timeout 0 must be at least 1"),
+]
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Sets the environment of one rank, as torchrun would, in this process."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+    def set_environment(ranks, rank=0, **variables):
+        for name in ("TP_SIZE", "DP_SIZE", "CP_SIZE", "TORCHELASTIC_RESTART_COUNT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        if ranks > 1:
+            variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_environment
+
+
+@pytest.mark.parametrize("case", BAD_FLAGS, ids=lambda case: case.id)
+def test_bad_flags(script, capsys, as_rank, case):
+    outputs = []
+    for rank in range(case.ranks):
+        as_rank(case.ranks, rank, **case.env)
+        with pytest.raises(SystemExit) as ended:
+            script.parse_arguments(case.argv.split())
+        assert ended.value.code == 2, f"rank {rank} ended with {ended.value.code}"
+        outputs.append("".join(capsys.readouterr()))
+    sentence = only_sentence(outputs, case.argv)
+    assert re.search(case.match, sentence), sentence
+
+
+def test_defaults(script, as_rank):
+    as_rank(1)
+    args = script.parse_arguments([])
+    assert (args.tp_size, args.dp_size, args.cp_size) == (1, 1, 1)
+    assert args.micro_batch_size == args.global_batch_size == 8
+    assert (args.model_name, args.learning_rate) == ("tiny", 8e-3)
+    assert script.parse_arguments(["--model_name", "folder"]).learning_rate == 5e-5
+
+
+def test_dp_takes_what_tp_and_cp_leave(script, as_rank):
+    as_rank(8)
+    args = script.parse_arguments(["--tp_size", "2"])
+    assert (args.tp_size, args.dp_size, args.cp_size) == (2, 4, 1)
+    assert args.micro_batch_size == 2, "a rank's share of 8 sequences over dp 4"
+
+
+def test_sizes_from_the_environment(script, as_rank):
+    as_rank(8, TP_SIZE="2", CP_SIZE="2", DP_SIZE="")
+    args = script.parse_arguments([])
+    assert (args.tp_size, args.dp_size, args.cp_size) == (2, 2, 2)
+
+
+def test_flags_win_over_the_environment(script, as_rank):
+    as_rank(8, TP_SIZE="2", DP_SIZE="2", CP_SIZE="2")
+    args = script.parse_arguments(["--tp_size", "4", "--cp_size=1"])
+    assert (args.tp_size, args.dp_size, args.cp_size) == (4, 2, 1)
+
+
+def test_a_restart_by_the_launcher_resumes(script, as_rank):
+    as_rank(2, TORCHELASTIC_RESTART_COUNT="1")
+    assert script.parse_arguments([]).resume == "restart"
+    assert script.parse_arguments(["--resume", "auto"]).resume == "auto"
+
+
+def test_help_lists_every_flag(script, capsys, as_rank):
+    as_rank(1)
+    with pytest.raises(SystemExit) as ended:
+        script.parse_arguments(["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0, text
+    missing = [name for name in script.Config.__dataclass_fields__ if f"--{name}" not in text]
+    assert not missing, f"--help does not show {missing}:\n{text}"
+
+
+@pytest.mark.parametrize(
+    "family, changes", [("mistral", {"sliding_window": 16}), ("llama", {"attention_dropout": 0.1})]
+)
+def test_plain_attention_may_have_all_that_one_rank_can_express(script, capsys, family, changes):
+    # nothing is cut at tp 1 and cp 1, so the model's own attention and masks are right
+    try:
+        script.check_attention(make_config(family, **changes), 32, 1, 1)
+    except SystemExit:
+        pytest.fail(f"refused: {capsys.readouterr().err}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what takes files, a model or a process group to see: launches of main
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """A launch on each of `ranks` (0: a process without a launcher). `{inputs}` is what `write_inputs` fills."""
+
+    id: str
+    argv: str
+    match: str
+    ranks: tuple = (0, 2)
+    env: dict = {}
+
+
+TEXT = "--seq_len 16 --dataset_name {inputs}/short.txt "  # small, for cases that are refused after the data is read
+SPLIT = TEXT + "--from_scratch --tp_size 2 --model_name {inputs}/"
+BAD_RUNS = [
+    # flags once more, through main, where the environment is the launcher's
+    Run("flag: mesh", "--tp_size 3", r"needs 3 processes, but there are 2", (2,)),
+    Run("flag: TP_SIZE", "", r"TP_SIZE=x is not a whole number", (0, 2), {"TP_SIZE": "x"}),
+    Run("flag: unknown", "--seqlen 3", r"unrecognized arguments: --seqlen 3", (2,)),
+    # the place for the output, and the checkpoint to go on from
+    Run("output is a file", "--output_dir {inputs}/short.txt", r"--output_dir \S+short.txt cannot be written to"),
+    Run("output is below a file", "--output_dir {inputs}/short.txt/o", r"--output_dir \S+/o cannot be written to"),
+    Run("output is read-only", "--output_dir /proc/output", r"--output_dir /proc/output cannot be written to"),
+    Run("resume: no path", "--resume {inputs}/nowhere", r"--resume \S+/nowhere: .*no readable manifest.json"),
+    Run("resume: no manifest", "--resume {inputs}/gpt2", r"--resume \S+/gpt2: .*no readable manifest.json"),
+    Run("resume: broken manifest", "--resume {inputs}/broken", r"--resume \S+/broken: .*no readable manifest.json"),
+    # config and tokenizer
+    Run("model: unknown", "--model_name no/such-model", r"config of --model_name no/such-model cannot be read.*'tiny'"),
+    Run("model: no config", "--model_name {inputs}/empty", r"config of --model_name \S+/empty cannot be read"),
+    Run("model: broken config", "--model_name {inputs}/broken", r"config of --model_name \S+/broken cannot be read"),
+    Run("model: no such type", "--model_name {inputs}/strange", r"config of --model_name \S+ cannot be read.*strange"),
+    Run("model: no causal LM", "--model_name {inputs}/t5", r"is a t5, which .* not list as a causal LM"),
+    Run("model: vocabulary", "--model_name {inputs}/vocab", r"tokenizer of \S+ has 257 tokens, .* vocab_size 200"),
+    Run("positions", "--model_name {inputs}/llama --seq_len 256", r"--seq_len 256 is longer than the 128 positions"),
+    # attention
+    Run("window, cp", "--model_name {inputs}/window --cp_size 2", r"window of 16 tokens, .* 256.* cp_size 2", (2,)),
+    Run("window, tp", "--model_name {inputs}/window --tp_size 2", r"window of 16 tokens, .* 256.* tp_size 2", (2,)),
+    Run("dropout, cp", "--model_name {inputs}/dropout --cp_size 2", r"attention_dropout 0.1.* cp_size 2 cannot", (2,)),
+    Run("softcap, cp", "--model_name {inputs}/gemma2 --cp_size 2", r"gemma2 has softcap in att.* cp_size 2", (2,)),
+    # data
+    Run("data: no file", "--dataset_name {inputs}/no.txt", r"--dataset_name \S+/no.txt cannot be read \(.*no.txt"),
+    Run("data: unknown", "--dataset_name no/such-data", r"--dataset_name no/such-data cannot be read.*'stdlib'"),
+    Run("data: empty file", "--dataset_name {inputs}/empty.txt", r"--dataset_name \S+/empty.txt .*it is empty"),
+    Run("data: empty texts", "--dataset_name {inputs}/blank.jsonl", r"\S+/blank.jsonl .*(empty|0 tokens|no text)"),
+    Run("data: no column", "--dataset_name {inputs}/body.jsonl", r"no column text, but body; see --text_column"),
+    Run("data: numbers", "--dataset_name {inputs}/numbers.jsonl", r"--dataset_name \S+/numbers.jsonl cannot be read"),
+    Run("data: broken", "--dataset_name {inputs}/broken.jsonl", r"--dataset_name \S+/broken.jsonl cannot be read"),
+    Run("data: too short", "--dataset_name {inputs}/short.txt", r"\d+ tokens, too few for one .* --seq_len 256"),
+    Run("data: none to hold out", TEXT + "--eval_every 2", r"short.txt has .*\b3 sequences\b.*--eval_every.*100"),
+    # weights
+    Run("weights: none", TEXT + "--model_name {inputs}/bare", r"weights of .* cannot be loaded.*/bare"),
+    Run("weights: one lacks", TEXT + "--model_name {inputs}/lacks", r"lack 1 tensors, model.norm.weight among them"),
+    Run("weights: wrong shape", TEXT + "--model_name {inputs}/shape", r"weights of .* cannot be loaded: "),
+    Run("weights: cut off", TEXT + "--model_name {inputs}/cut", r"weights of .* cannot be loaded: "),
+    # tensor parallel
+    Run("tp: heads", SPLIT + "heads", r"3 attention heads.*tp_size 1, 3 would", (2,)),
+    Run("tp: kv heads", SPLIT + "kv", r"3 key/value heads.*tp_size 1, 3", (2,)),
+    Run("tp: mlp", SPLIT + "mlp", r"97 .*gate_proj.*tp_size 1 would", (2,)),
+    Run("tp: no plan", SPLIT + "gpt2", r"gpt2 has no tensor-par.*plan", (2,)),
+]
+if not torch.cuda.is_available():
+    BAD_RUNS.append(Run("no GPU", "--device cuda", r"--device cuda, but this machine has no GPU .*--device cpu"))
+
+
+def write_inputs(folder, script):
+    """Small data files, and model folders that each have one thing wrong."""
+    import transformers as t
+
+    def model(name, config, weights=False, tokenizer=True):
+        config.save_pretrained(folder / name)
+        if tokenizer:
+            script.byte_tokenizer().save_pretrained(folder / name)
+        if weights:
+            t.AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        return folder / name / "model.safetensors"
+
+    for name, content in {
+        "short.txt": "to be or not to be\n" * 3,
+        "empty.txt": "",
+        "blank.jsonl": '{"text": ""}\n{"text": null}\n',
+        "body.jsonl": '{"body": "a word"}\n',
+        "numbers.jsonl": '{"text": 3}\n',
+        "broken.jsonl": '{"text": "a\n',
+        "empty/nothing": "",
+        "broken/config.json": '{"model_type": ',
+        "broken/manifest.json": "{",
+        "strange/config.json": '{"model_type": "strange"}',
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+
+    model("llama", make_config("llama"))
+    model("bare", make_config("llama"))
+    model("t5", t.T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=2))
+    model("vocab", make_config("llama", vocab=200))
+    model("window", make_config("mistral", sliding_window=16, max_position_embeddings=256))
+    model("dropout", make_config("llama", attention_dropout=0.1, max_position_embeddings=256))
+    sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    # its own window is longer than the sequence: the softcap is all that is wrong
+    model("gemma2", t.Gemma2Config(**sizes, num_key_value_heads=2, head_dim=8, sliding_window=4096))
+    model("gpt2", t.GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=128))
+    model("heads", make_config("llama", hidden_size=48, num_attention_heads=3, num_key_value_heads=3))
+    model("kv", make_config("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=3))
+    model("mlp", make_config("llama", intermediate_size=97))
+
+    lacks = folder / "lacks"
+    config = make_config("llama", num_hidden_layers=1)
+    model("lacks", config)
+    whole = t.AutoModelForCausalLM.from_config(config)
+    state = {name: tensor for name, tensor in whole.state_dict().items() if name != "model.norm.weight"}
+    whole.save_pretrained(lacks, state_dict=state)
+    model("shape", config, weights=True)
+    make_config("llama", num_hidden_layers=1, intermediate_size=80).save_pretrained(folder / "shape")
+    cut = model("cut", config, weights=True)
+    cut.write_bytes(cut.read_bytes()[:-1000])
+
+
+@pytest.fixture(scope="module")
+def inputs(script, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder, script)
+    return folder
+
+
+def shorten_pauses():
+    """Called by each rank: the silent ranks pause so that a launcher does not cut the one that speaks short."""
+    time.sleep = functools.partial(lambda sleep, seconds: sleep(min(seconds, 0.05)), time.sleep)
+
+
+@pytest.mark.parametrize(
+    "case, ranks",
+    [pytest.param(case, ranks, id=f"{case.id}-{ranks or 'plain'}") for case in BAD_RUNS for ranks in case.ranks],
+)
+def test_bad_runs(pool, inputs, tmp_path, case, ranks):
+    argv = case.argv.format(inputs=inputs).split()
+    if "--output_dir" not in argv:
+        argv += ["--output_dir", str(tmp_path / "output")]
+    environment = {"HF_DATASETS_CACHE": str(inputs / "cache")} | case.env
+    launch = pool.launch(ranks, *argv, env=environment, before=shorten_pauses, timeout=60)
+    assert launch.codes == [2] * max(1, ranks), f"{launch.codes}\n" + "\n".join(launch.outputs)
+    sentence = only_sentence(launch.outputs, case.argv)
+    assert re.search(case.match, sentence), sentence
+    assert launch.seconds < 30, f"{launch.seconds:.0f} s"

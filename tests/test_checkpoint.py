@@ -1,0 +1,347 @@
+"""A checkpoint of any mesh opens in any mesh: bit for bit, with stock DCP too, and training goes on as if unbroken."""
+
+import functools
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from conftest import load_script, make_batches, make_config, make_model, relative, shard_model
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+
+
+MESHES = [(1, 1, 1), (2, 2, 2), (4, 1, 1), (1, 1, 4), (1, 4, 1), (1, 2, 2), (2, 4, 1)]  # (dp, cp, tp)
+LEARNING_RATE, WEIGHT_DECAY, MAX_NORM, STEPS, TOLERANCE = 1e-2, 0.1, 1.0, 8, 1e-5
+CONFIG = {"family": "llama", "vocab": 509, "tied": False}  # 509 is a prime: no tp divides it
+CPU = torch.device("cpu")
+
+
+def build(sizes, **config):
+    """Model, optimizer, scheduler, mesh; the learning rate is constant, so that the plain process needs no schedule."""
+    script = load_script()
+    model, mesh = shard_model(make_model(make_config(**(CONFIG | config))), sizes)
+    optimizer, scheduler = script.build_optimizer(
+        model, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY, warmup_steps=0, num_train_steps=10**9
+    )
+    return model, optimizer, scheduler, mesh
+
+
+def train(model, optimizer, mesh, first, last):
+    """Steps first to last (from 0, last excluded) of the one sequence of batches; returns losses and norms."""
+    script, results = load_script(), []
+    for inputs, labels in make_batches(STEPS, CONFIG["vocab"])[first:last]:
+        dp = mesh["dp"].size()
+        micro_batches = script.shard_batch(inputs, labels, mesh, inputs.shape[0] // dp, CPU)
+        results.append(script.train_step(model, optimizer, micro_batches, mesh, max_grad_norm=MAX_NORM))
+    return results
+
+
+def save(folder, model, optimizer, sizes, step, run="r", keep_last=100):
+    dp, cp, tp = sizes
+    return load_script().save_checkpoint(
+        Path(folder),
+        model,
+        optimizer,
+        sizes={"tp": tp, "dp": dp, "cp": cp},
+        train_state={"run": run, "step": step, "tokens": 0},
+        tokenizer=None,
+        keep_last=keep_last,
+        device=CPU,
+    )
+
+
+def full_state(model, optimizer):
+    """Every parameter and every optimizer tensor, gathered, by name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    state = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    for parameter, entries in optimizer.state.items():
+        state |= {f"optim.state.{names[id(parameter)]}.{key}": value for key, value in entries.items()}
+    return {key: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for key, t in state.items()}
+
+
+def differing(state, expected):
+    assert state.keys() == expected.keys()
+    return [key for key in state if not torch.equal(state[key], expected[key])]
+
+
+def save_after_4_steps(sizes, folder):
+    model, optimizer, _, mesh = build(sizes)
+    results = train(model, optimizer, mesh, 0, 4)
+    save(folder, model, optimizer, sizes, step=4)
+    state = full_state(model, optimizer)
+    return results, state if dist.get_rank() == 0 else None
+
+
+def load_each(sizes, folders, expected_states):
+    """In one mesh: load the checkpoint of each folder, compare bit for bit, train steps 5 to 8."""
+    script, results = load_script(), []
+    for folder, expected in zip(folders, expected_states):
+        model, optimizer, _, mesh = build(sizes)
+        path, _ = script.find_checkpoint("auto", Path(folder), None, True)
+        script.load_checkpoint(path, model, optimizer)
+        wrong = differing(full_state(model, optimizer), expected) if expected else []
+        results.append((wrong, train(model, optimizer, mesh, 4, STEPS)))
+    return results
+
+
+@functools.cache
+def unbroken():
+    batches = make_batches(STEPS, CONFIG["vocab"])
+    options = {"learning_rate": LEARNING_RATE, "max_grad_norm": MAX_NORM, "weight_decay": WEIGHT_DECAY}
+    losses, norms, _ = reference.train(make_model(make_config(**CONFIG)), batches, optimizer="adamw", **options)
+    return losses, norms
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory):
+    """For each mesh: the folder with its checkpoint of step 4, and the gathered state at the save."""
+    result = {}
+    for sizes in MESHES:
+        folder = tmp_path_factory.mktemp("dp{}cp{}tp{}".format(*sizes))
+        results, state = pool.run(math.prod(sizes), save_after_4_steps, sizes, str(folder))[0]
+        losses, norms = unbroken()
+        assert relative([loss for loss, _ in results], losses[:4]) < TOLERANCE, sizes
+        assert relative([norm for _, norm in results], norms[:4]) < TOLERANCE, sizes
+        result[sizes] = (folder, state)
+    return result
+
+
+def checkpoint_of(folder):
+    [path] = Path(folder).glob("checkpoint_*")
+    return path
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=lambda s: "into-dp{}-cp{}-tp{}".format(*s))
+def test_every_mesh_into_every_mesh(pool, saved, sizes):
+    folders, states = zip(*[(str(folder), state) for folder, state in saved.values()])
+    by_source = zip(saved, pool.run(math.prod(sizes), load_each, sizes, folders, states)[0])
+    losses, norms = unbroken()
+    for source, (wrong, results) in by_source:
+        where = f"dp, cp, tp {source} loaded into {sizes}"
+        assert not wrong, f"{where}: not bit-equal after the load: {wrong}"
+        assert relative([loss for loss, _ in results], losses[4:]) < TOLERANCE, f"{where}: {results}, {losses[4:]}"
+        assert relative([norm for _, norm in results], norms[4:]) < TOLERANCE, f"{where}: {results}, {norms[4:]}"
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=lambda s: "dp{}-cp{}-tp{}".format(*s))
+def test_stock_dcp_reads_it_in_one_process(saved, sizes):
+    """With no code of the script: each tensor, read whole into plain memory, is what was gathered at the save."""
+    folder, state = saved[sizes]
+    target = {f"app.{key}": torch.full_like(value, math.nan) for key, value in state.items()}
+    dcp.load(target, checkpoint_id=checkpoint_of(folder), no_dist=True)
+    assert not differing({key.removeprefix("app."): value for key, value in target.items()}, state)
+
+
+class SpecAppState(Stateful):
+    """The class of the project's contract (spec/dcp_save.txt), as a user would paste it."""
+
+    def __init__(self, model, optimizer=None):
+        self.model = model
+        self.optimizer = optimizer
+
+    def state_dict(self):
+        model_state_dict, optimizer_state_dict = get_state_dict(self.model, self.optimizer)
+        return {"model": model_state_dict, "optim": optimizer_state_dict}
+
+    def load_state_dict(self, state_dict):
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state_dict["model"], optim_state_dict=state_dict["optim"]
+        )
+
+
+def load_with_the_contract(sizes, path, expected):
+    model, optimizer, _, _ = build(sizes)
+    dcp.load(state_dict={"app": SpecAppState(model, optimizer)}, checkpoint_id=path)
+    return differing(full_state(model, optimizer), expected)
+
+
+def save_with_the_contract(sizes, path):
+    model, optimizer, _, mesh = build(sizes)
+    train(model, optimizer, mesh, 0, 2)
+    dcp.save(state_dict={"app": SpecAppState(model, optimizer)}, checkpoint_id=path)
+    expected = full_state(model, optimizer)
+    model, optimizer, _, _ = build(sizes)
+    load_script().load_checkpoint(Path(path), model, optimizer)
+    return differing(full_state(model, optimizer), expected)
+
+
+def test_the_contracts_snippets_read_and_write_it(pool, saved, tmp_path):
+    folder, state = saved[(2, 2, 2)]
+    for sizes in [(2, 1, 2), (1, 1, 1)]:
+        assert not pool.run(math.prod(sizes), load_with_the_contract, sizes, str(checkpoint_of(folder)), state)[0]
+    assert not pool.run(2, save_with_the_contract, (1, 1, 2), str(tmp_path / "theirs"))[0]
+
+
+def resume_bit_equal(sizes, folder):
+    """Unbroken steps 5 to 8, and the same after a save, a load into a fresh model, and a second generation of that."""
+    script, config = load_script(), {"attention_dropout": 0.1}
+    model, optimizer, _, mesh = build(sizes, **config)
+    torch.manual_seed(7 + dist.get_rank())
+    train(model, optimizer, mesh, 0, 4)
+    path = save(folder, model, optimizer, sizes, step=4)
+    expected = train(model, optimizer, mesh, 4, STEPS)
+    results = []
+    for first, last in [(4, 6), (6, STEPS)]:
+        model, optimizer, _, mesh = build(sizes, **config)
+        torch.manual_seed(99)
+        script.load_checkpoint(path, model, optimizer, rng_device=CPU)
+        results += train(model, optimizer, mesh, first, last)
+        path = save(folder, model, optimizer, sizes, step=last)
+    return results, expected
+
+
+def test_same_mesh_goes_on_bit_equal_with_dropout(pool, tmp_path):
+    for results, expected in pool.run(4, resume_bit_equal, (2, 1, 2), str(tmp_path)):
+        assert results == expected
+
+
+def saves_change_nothing(sizes, folder):
+    model, optimizer, _, mesh = build(sizes)
+    expected = train(model, optimizer, mesh, 0, 4)
+    expected_state = full_state(model, optimizer)
+    model, optimizer, _, mesh = build(sizes)
+    results = []
+    for step in range(4):
+        save(folder, model, optimizer, sizes, step=step)
+        results += train(model, optimizer, mesh, step, step + 1)
+    return results == expected and not differing(full_state(model, optimizer), expected_state)
+
+
+def test_saving_at_step_0_and_at_each_step_changes_nothing(pool, tmp_path):
+    assert all(pool.run(2, saves_change_nothing, (1, 1, 2), str(tmp_path)))
+
+
+def frozen_unused_and_tied(sizes, folder):
+    """A tied model with a frozen layer norm and a parameter that no loss reaches."""
+    script = load_script()
+
+    def make():
+        model, optimizer, _, mesh = build(sizes, tied=True, vocab=512)
+        model.model.norm.weight.requires_grad_(False)
+        optimizer, _ = script.build_optimizer(
+            model, learning_rate=LEARNING_RATE, weight_decay=0.1, warmup_steps=0, num_train_steps=10**9
+        )
+        return model, optimizer, mesh
+
+    model, optimizer, mesh = make()
+    assert model.lm_head.weight is model.model.embed_tokens.weight, "sharding has broken the tie"
+    train(model, optimizer, mesh, 0, 2)
+    unused = next(p for p in model.parameters() if p.requires_grad)
+    optimizer.state[unused] = {k: torch.zeros_like(v) for k, v in optimizer.state[unused].items()}
+    path = save(folder, model, optimizer, sizes, step=2)
+    expected = full_state(model, optimizer)
+    expected_losses = train(model, optimizer, mesh, 2, 4)
+    model, optimizer, mesh = make()
+    script.load_checkpoint(path, model, optimizer)
+    assert model.lm_head.weight is model.model.embed_tokens.weight, "loading has broken the tie"
+    assert not differing(full_state(model, optimizer), expected)
+    assert train(model, optimizer, mesh, 2, 4) == expected_losses
+    assert not any("norm.weight" in key and "model.norm" in key for key in expected if key.startswith("optim"))
+    # a model alone comes out of the same checkpoint, with no optimizer at hand
+    other, _ = shard_model(make_model(make_config("llama", 512, True), seed=3), sizes)
+    script.load_checkpoint(path, other)
+    return all(
+        torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(other.parameters(), make_loaded(path, make))
+    )
+
+
+def make_loaded(path, make):
+    model, optimizer, _ = make()
+    load_script().load_checkpoint(path, model, optimizer)
+    return list(model.parameters())
+
+
+def test_frozen_unused_and_tied_parameters(pool, tmp_path):
+    assert all(pool.run(4, frozen_unused_and_tied, (1, 2, 2), str(tmp_path)))
+
+
+def names_after_saves(sizes, folder):
+    model, optimizer, _, _ = build(sizes)
+    steps = []
+    for step, run in [(1, "a"), (2, "a"), (3, "a"), (1, "b"), (2, "b")]:
+        save(folder, model, optimizer, sizes, step, run=run, keep_last=2)
+        steps.append(sorted(path.name for path in Path(folder).iterdir()))
+    return steps
+
+
+def test_names_pruning_and_other_runs(pool, tmp_path):
+    """The newest has the plain name, older ones of its run are pruned, those of another run are only moved aside."""
+    name = "checkpoint_tp1_dp1_cp1"
+    after = pool.run(1, names_after_saves, (1, 1, 1), str(tmp_path))[0]
+    assert after[0] == [name]
+    assert after[1] == [name, f"{name}_step1"]
+    assert after[2] == [name, f"{name}_step2"]
+    assert after[3] == [name, f"{name}_step2", f"{name}_step3_a"]
+    assert after[4] == [name, f"{name}_step1", f"{name}_step2", f"{name}_step3_a"]
+
+
+def read_metrics(folder):
+    import json
+
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_whole_runs_resume_in_another_mesh(pool, tmp_path):
+    """Through main(): 8 ranks, then 1, then plain python, against one unbroken plain run; the schedule goes on, too."""
+    flags = ["--seq_len", 32, "--global_batch_size", 4, "--warmup_steps", 3, "--num_train_steps", 6]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert pool.launch(0, *flags, "--output_dir", whole).codes == [0]
+    flags += ["--output_dir", parts, "--save_every", 2]
+    stop = ["--num_train_steps", 6]
+    launch = pool.launch(8, *flags, *stop, "--tp_size", 2, "--cp_size", 2, before=stop_after_step_2)
+    assert launch.codes == [7] * 8, launch.outputs
+    launch = pool.launch(2, *flags, *stop, "--resume", "auto", "--tp_size", 2, before=stop_after_step_4)
+    assert launch.codes == [7] * 2, launch.outputs
+    launch = pool.launch(0, *flags, *stop, "--resume", "auto")
+    assert launch.codes == [0], launch.outputs
+    expected, rows = read_metrics(whole), read_metrics(parts)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for key in ("loss", "grad_norm", "lr", "tokens"):
+        assert relative([row[key] for row in rows], [row[key] for row in expected]) < TOLERANCE, key
+
+
+def stop_after_save(step):
+    """End the process right after the save of a step, as a machine that goes away would."""
+    script = load_script()
+    original = script.save_checkpoint
+
+    def save_and_stop(*args, **kwargs):
+        original(*args, **kwargs)
+        if kwargs["train_state"]["step"] == step:
+            raise SystemExit(7)
+
+    script.save_checkpoint = save_and_stop
+
+
+def stop_after_step_2():
+    stop_after_save(2)
+
+
+def stop_after_step_4():
+    stop_after_save(4)
+
+
+def test_schedule_and_options_follow_the_flags_on_resume(script):
+    """The learning rate after a resume is that of the flags at that step, also with other flags than at the save."""
+    model = torch.nn.Linear(3, 3)
+    for learning_rate, steps in itertools.product([1e-2, 3e-3], [10, 20]):
+        options = {"weight_decay": 0.1, "warmup_steps": 3, "num_train_steps": steps}
+        optimizer, scheduler = script.build_optimizer(model, learning_rate=learning_rate, **options)
+        expected = []
+        for _ in range(8):
+            expected.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        optimizer, scheduler = script.build_optimizer(model, learning_rate=learning_rate, **options)
+        script.set_schedule(scheduler, 5)
+        resumed = []
+        for _ in range(5, 8):
+            resumed.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        assert resumed == expected[5:]
