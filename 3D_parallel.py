@@ -132,17 +132,10 @@ def parse_arguments(argv: list[str]) -> Config:
     """Read the flags, fill in the mesh from TP_SIZE, DP_SIZE, CP_SIZE and WORLD_SIZE, and refuse what cannot work."""
     parser = transformers.HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = fail
+    env = os.environ.get
+    parser.set_defaults(tp_size=env("TP_SIZE") or 1, dp_size=env("DP_SIZE") or None, cp_size=env("CP_SIZE") or 1)
     args = Config(**vars(parser.parse_args(argv)))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-
-    for axis in ("tp_size", "cp_size", "dp_size"):
-        value = os.environ.get(axis.upper(), "")
-        if getattr(args, axis) is None and value:
-            if not value.isdigit():
-                fail(f"{axis.upper()}={value} is not a whole number")
-            setattr(args, axis, int(value))
-    args.tp_size = 1 if args.tp_size is None else args.tp_size
-    args.cp_size = 1 if args.cp_size is None else args.cp_size
     if args.dp_size is None:
         args.dp_size = max(1, world_size // max(1, args.tp_size * args.cp_size))
     if args.learning_rate is None:
@@ -176,8 +169,7 @@ def parse_arguments(argv: list[str]) -> Config:
     if args.seq_len % unit:
         works = " or ".join(str(n * unit) for n in (args.seq_len // unit, args.seq_len // unit + 1) if n)
         fail(f"--seq_len {args.seq_len} does not divide by {unit} (cp_size {cp}, tp_size {tp}); {works} would work")
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    if restarted and args.resume == "never":
+    if args.resume == "never" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
         args.resume = "restart"  # like auto, but only from what this very run has saved
     return args
 
@@ -377,7 +369,7 @@ def check_tensor_parallel(model: PreTrainedModel, tp: int) -> None:
         sizes["key/value heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     for name, style in in_layers.items():
         module, what = model.get_submodule(name), name.rsplit(".", 1)[-1]
-        if style == "colwise":
+        if style == "colwise" or (style == "colwise_gather_output" and module.bias is not None):
             sizes[f"outputs of {what}"] = module.out_features
         elif style == "rowwise":
             sizes[f"inputs of {what}"] = module.in_features
@@ -482,6 +474,11 @@ def shard_dim(tp_size: int, fsdp_size: int) -> Callable[[nn.Parameter], Shard | 
         cut_by_tp = isinstance(parameter, DTensor) and Shard(0) in parameter.placements
         if not cut_by_tp or parameter.shape[0] % tp_size == 0 or fsdp_size == 1:
             return None
+        rows, columns = parameter.shape
+        if columns % fsdp_size:
+            fail(
+                f"tp_size {tp_size} does not divide {rows} rows, so dp x cp = {fsdp_size} must divide {columns} columns"
+            )
         return Shard(1)
 
     return placement
@@ -836,9 +833,8 @@ class AppState(Stateful):
         if self.optimizer is None:
             set_model_state_dict(self.model, state_dict["model"])
         else:
-            set_state_dict(
-                self.model, self.optimizer, model_state_dict=state_dict["model"], optim_state_dict=state_dict["optim"]
-            )
+            states = {"model_state_dict": state_dict["model"], "optim_state_dict": state_dict["optim"]}
+            set_state_dict(self.model, self.optimizer, **states)
 
 
 def rng_state(device: torch.device) -> dict[str, dict[str, Tensor]]:
@@ -892,16 +888,29 @@ def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any]) ->
         os.fsync(file.fileno())
     flush(temporary)
     if final.exists():
-        old = read_manifest(final) or {"run": manifest["run"], "step": f"_unreadable_{uuid.uuid4().hex[:8]}"}
-        aside = final.with_name(f"{final.name}_step{old['step']}")
-        if old["run"] != manifest["run"]:
-            aside = aside.with_name(f"{aside.name}_{old['run']}")  # another run's: out of the way of ours for good
-            print(f"{final} belongs to another run: moved to {aside.name}", flush=True)
-        if aside.exists():
-            discard(aside)
-        os.rename(final, aside)
+        move_aside(final, manifest["run"])
     os.rename(temporary, final)
     flush(final.parent)
+
+
+def move_aside(final: Path, run: str) -> None:
+    """Rename a checkpoint to `<name>_step<its step>`; what another run saved gets its run's name, too, and stays."""
+
+    def rename(path: Path, aside: Path, owner: str) -> None:
+        aside = aside.with_name(f"{aside.name}_{owner}")
+        aside = aside.with_name(f"{aside.name}_{uuid.uuid4().hex[:8]}") if aside.exists() else aside
+        print(f"{path} is of another run: moved to {aside.name}", flush=True)
+        os.rename(path, aside)
+
+    unreadable = {"run": "unreadable", "step": "_unknown"}
+    old = read_manifest(final) or unreadable
+    aside = final.with_name(f"{final.name}_step{old['step']}")
+    if old["run"] != run:
+        return rename(final, aside, old["run"])
+    if aside.exists():
+        holder = (read_manifest(aside) or unreadable)["run"]
+        discard(aside) if holder == run else rename(aside, aside, holder)
+    os.rename(final, aside)
 
 
 def discard(path: Path) -> None:
@@ -912,9 +921,10 @@ def discard(path: Path) -> None:
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[Path, dict[str, Any] | None]]:
-    """All checkpoints of a directory and their manifests: newest run first, then highest step; unreadable ones last."""
+    """All checkpoints of a directory with their manifests: unreadable ones, then newest run and highest step first."""
     found = [(path, read_manifest(path)) for path in output_dir.glob("checkpoint_tp*_dp*_cp*") if path.is_dir()]
-    return sorted(found, key=lambda item: (item[1]["run"], item[1]["step"]) if item[1] else ("", -1), reverse=True)
+    # the name of a run begins with its date, so "~" comes after all of them
+    return sorted(found, key=lambda item: (item[1]["run"], item[1]["step"]) if item[1] else ("~", 0), reverse=True)
 
 
 def prune_checkpoints(output_dir: Path, run: str, keep_last: int) -> None:
@@ -1360,14 +1370,8 @@ def train(
         scheduler.step()
         train_state |= {"step": step, "tokens": train_state["tokens"] + inputs.numel()}
 
-        entry = {
-            "step": step,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "tokens": train_state["tokens"],
-            "tokens_per_second": inputs.numel() / (time.perf_counter() - started),
-        }
+        entry = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": train_state["tokens"]}
+        entry["tokens_per_second"] = inputs.numel() / (time.perf_counter() - started)
         if args.eval_every and step % args.eval_every == 0:
             entry["eval_loss"] = evaluate(model, held_out_batches(tokens, held_out, args, mesh, device), mesh)
         if is_main:
@@ -1452,7 +1456,6 @@ def main(argv: list[str]) -> None:
     mesh = build_mesh(device.type, **sizes, timeout_s=args.timeout) if dist.is_initialized() else None
     output_dir = Path(args.output_dir)
     open_output_dir(output_dir)
-
     # where this run begins: at a checkpoint, or at step 0
     path, manifest, train_state = begin_run(args.resume, output_dir, args.verify_checksums)
 
@@ -1470,7 +1473,6 @@ def main(argv: list[str]) -> None:
     # 3, 4: model, plans, weights
     read_weights = functools.partial(read_full_model, args.model_name, config, args.from_scratch, args.seed)
     model = build_model(config, mesh, device, getattr(torch, args.dtype), read_weights if path is None else None)
-
     with contextlib.suppress(OSError):  # most models have one; it goes along into each checkpoint
         model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
 

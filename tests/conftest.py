@@ -35,7 +35,8 @@ def load_script():
 load_script()  # here, so that the process from which ranks are forked has it
 for _family in "llama qwen2 qwen3 mistral phi3 olmo2".split():
     importlib.import_module(f"transformers.models.{_family}.modeling_{_family}")
-importlib.import_module("torch._dynamo")  # DTensor would import it at its first operator, in each rank
+for _name in ("torch._dynamo", "datasets"):  # they would be imported late, in each rank
+    importlib.import_module(_name)
 
 
 def make_config(family, vocab=509, tied=False, **changes):

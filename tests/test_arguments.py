@@ -203,7 +203,9 @@ BAD_RUNS = [
     Run("model: no such type", "--model_name {inputs}/strange", r"config of --model_name \S+ cannot be read.*strange"),
     Run("model: no causal LM", "--model_name {inputs}/t5", r"is a t5, which .* not list as a causal LM"),
     Run("model: vocabulary", "--model_name {inputs}/vocab", r"tokenizer of \S+ has 257 tokens, .* vocab_size 200"),
-    Run("positions", "--model_name {inputs}/llama --seq_len 256", r"--seq_len 256 is longer than the 128 positions"),
+    Run(
+        "positions", TEXT + "--model_name {inputs}/llama --seq_len 256", r"seq_len 256 is longer than the 128 positions"
+    ),
     # attention
     Run("window, cp", "--model_name {inputs}/window --cp_size 2", r"window of 16 tokens, .* 256.* cp_size 2", (2,)),
     Run("window, tp", "--model_name {inputs}/window --tp_size 2", r"window of 16 tokens, .* 256.* tp_size 2", (2,)),

@@ -1,0 +1,61 @@
+"""What the README says is so: its commands, its flags, and its lines of Python."""
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, load_script, make_config, make_model
+
+
+README = (ROOT / "README.md").read_text()
+FENCES = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+
+
+def test_two_commands_are_what_is_tested_on_a_new_machine():
+    commands = [body.strip() for language, body in FENCES if language == "bash"]
+    assert commands[0] == "pip install -r requirements.txt && ./launch.sh"
+    assert commands[1] == "pip install -r tests/requirements.txt && pytest"
+
+
+def test_every_flag_exists(script):
+    flags = {field.name for field in dataclasses.fields(script.Config)}
+    named = set(re.findall(r"--([a-z_]+)", README)) - {"help", "nproc_per_node"}
+    assert named and named <= flags, named - flags
+    commands = [body for language, body in FENCES if language == "bash"]
+    used = {word for body in commands for word in shlex.split(body, comments=True) if word.startswith("--")}
+    assert used and {word.removeprefix("--") for word in used} <= flags
+
+
+def test_every_file_exists():
+    for name in re.findall(r"`(tests/[\w/]+\.py)`", README):
+        assert (ROOT / name).exists(), name
+
+
+def run_the_loading_snippet(folder):
+    """The README's lines, word for word, in a folder that holds output/checkpoint_tp2_dp2_cp2."""
+    import os
+
+    script = load_script()
+    saved = make_model(make_config("llama"), seed=1)
+    options = {"sizes": {"tp": 2, "dp": 2, "cp": 2}, "keep_last": 1, "device": torch.device("cpu"), "tokenizer": None}
+    train_state = {"run": "r", "step": 1, "tokens": 0}
+    optimizer = torch.optim.AdamW(saved.parameters(), lr=0.1)
+    script.save_checkpoint(Path(folder) / "output", saved, optimizer, train_state=train_state, **options)
+    model = make_model(make_config("llama"), seed=2)
+    os.chdir(folder)
+    [snippet] = [body for language, body in FENCES if language == "python" and "dcp.load" in body]
+    exec(snippet, {"model": model})
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), saved.parameters()))
+
+
+def test_the_loading_snippet_loads(pool, tmp_path):
+    assert pool.run(1, run_the_loading_snippet, str(tmp_path))[0]
+
+
+@pytest.mark.parametrize("word", ["TP_SIZE=2 DP_SIZE=2 CP_SIZE=2", "HuggingFaceTB/SmolLM2-1.7B", "--seq_len 1024"])
+def test_the_reference_job_is_one_command(word):
+    [command] = [body for language, body in FENCES if language == "bash" and "TinyStories" in body]
+    assert command.count("\n") == 1 and "./launch.sh" in command and word in command
