@@ -21,6 +21,7 @@ import io
 import itertools
 import json
 import math
+import netrc
 import os
 import pickle
 import re
@@ -30,6 +31,7 @@ import sys
 import sysconfig
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -106,7 +108,7 @@ class Config:
     warmup_steps: int = flag(20, "steps of linear warm-up; a cosine to zero follows")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm")
     seed: int = flag(0, "seed of the initial weights, of the order of the data and of dropout")
-    eval_every: int = flag(0, "evaluate on the held-out 1 % of the data every so many steps; 0: never")
+    eval_every: int = flag(0, "evaluate on the held-out 1 %% of the data every so many steps; 0: never")
     # files
     output_dir: str = flag("output", "checkpoints and metrics.jsonl go here; one directory that all machines see")
     save_every: int = flag(0, "save a checkpoint every so many steps; 0: only at the end")
@@ -135,7 +137,7 @@ def parse_arguments(argv: list[str]) -> Config:
     env = os.environ.get
     parser.set_defaults(tp_size=env("TP_SIZE") or 1, dp_size=env("DP_SIZE") or None, cp_size=env("CP_SIZE") or 1)
     args = Config(**vars(parser.parse_args(argv)))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    world_size = int(env("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
     if args.dp_size is None:
         args.dp_size = max(1, world_size // max(1, args.tp_size * args.cp_size))
     if args.learning_rate is None:
@@ -145,8 +147,8 @@ def parse_arguments(argv: list[str]) -> Config:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             fail(f"--{name} {getattr(args, name)} must be at least 1")
     for name in "learning_rate weight_decay warmup_steps max_grad_norm seed save_every eval_every".split():
-        if not 0 <= getattr(args, name) < math.inf:
-            fail(f"--{name} {getattr(args, name)} must be a finite number that is not negative")
+        if not 0 <= getattr(args, name) < 2**63:
+            fail(f"--{name} {getattr(args, name)} must be a number from 0 up, below 2**63")
     if args.max_grad_norm == 0:
         fail("--max_grad_norm 0 would erase every gradient; a large value such as 1e9 turns clipping off")
 
@@ -169,7 +171,7 @@ def parse_arguments(argv: list[str]) -> Config:
     if args.seq_len % unit:
         works = " or ".join(str(n * unit) for n in (args.seq_len // unit, args.seq_len // unit + 1) if n)
         fail(f"--seq_len {args.seq_len} does not divide by {unit} (cp_size {cp}, tp_size {tp}); {works} would work")
-    if args.resume == "never" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+    if args.resume == "never" and int(env("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
         args.resume = "restart"  # like auto, but only from what this very run has saved
     return args
 
@@ -193,7 +195,9 @@ def start_process_group(device: str, timeout_s: int) -> torch.device:
             fail(f"{local_size} ranks on a machine with {gpus} GPUs: start one rank a GPU, or add --device cpu")
         chosen, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(chosen)
-    if "RANK" in os.environ:
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what DCP tells one process at each save
+    else:
         device_id = chosen if chosen.type == "cuda" else None
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device_id)
     return chosen
@@ -282,12 +286,14 @@ def load_config_and_tokenizer(model_name: str) -> tuple[PreTrainedConfig, PreTra
     agree(problem)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         fail(f"--model_name {model_name} is a {config.model_type}, which Transformers does not list as a causal LM")
-    if len(tokenizer) > config.vocab_size:
-        fail(f"the tokenizer of {model_name} has {len(tokenizer)} tokens, more than its vocab_size {config.vocab_size}")
+    vocab_size = config.get_text_config().vocab_size
+    if len(tokenizer) > vocab_size:
+        fail(f"the tokenizer of {model_name} has {len(tokenizer)} tokens, more than its vocab_size {vocab_size}")
     return config, tokenizer
 
 
 def first_line(error: BaseException, limit: int = 200) -> str:
+    error = error.__cause__ or error  # the datasets library hides the reason there
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     return text if len(text) <= limit else text[:limit] + "..."
 
@@ -501,18 +507,8 @@ def apply_fsdp(model: PreTrainedModel, fsdp_mesh: DeviceMesh, *, dtype: torch.dt
     fully_shard(model, **options)
 
 
-def build_model(
-    config: PreTrainedConfig,
-    mesh: DeviceMesh | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    read_weights: Callable[[], PreTrainedModel] | None,
-) -> PreTrainedModel:
-    """The model on `device`, sharded over `mesh`, with its first weights: the same in every mesh. A collective.
-
-    Built without storage, cut, and only then given memory. Rank 0 alone calls `read_weights` for the whole model, on
-    the CPU, and sends it tensor by tensor; with None nobody does, because a checkpoint follows.
-    """
+def build_model(config: PreTrainedConfig, mesh: DeviceMesh | None, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without storage, cut by the plans: tensor parallel, then FSDP. Refuses what the mesh cannot express."""
     cp = mesh["cp"].size() if mesh is not None else 1
     attention = "context_parallel" if cp > 1 else "sdpa"
     try:
@@ -524,22 +520,31 @@ def build_model(
         fail(f"{config.model_type} has attention sinks, which cp_size {cp} cannot express; cp_size 1 would work")
     if mesh is None and dtype != torch.float32:
         # with no FSDP to cast the weights of each layer, autocast casts them for each operator
-        model.forward = torch.autocast(device.type, dtype)(model.forward)
+        model.forward = torch.autocast(device, dtype)(model.forward)
     if mesh is not None:
         if mesh["tp"].size() > 1:
             apply_tensor_parallel(model, mesh["tp"])
         apply_fsdp(model, fsdp_axis(mesh), dtype=dtype, tp_size=mesh["tp"].size())
+    return model
+
+
+def load_weights(model: PreTrainedModel, device: torch.device, read_weights: Callable | None) -> None:
+    """Give a cut model its storage and its first weights, the same in every mesh. A collective.
+
+    Rank 0 alone calls `read_weights` for the whole model, on the CPU, and sends it tensor by tensor; with None nobody
+    does, because a checkpoint follows.
+    """
     full_tensors, problem = {}, None
     if read_weights is not None and get_rank() == 0:
         try:
             full_tensors = read_weights().state_dict()
         except Exception as error:  # files, hub and config raise all kinds
-            problem = f"the weights of the {config.model_type} model cannot be loaded: {first_line(error)}"
+            name = model.config.name_or_path or model.config.model_type
+            problem = f"the weights of {name} cannot be loaded: {first_line(error)}"
     agree(problem)
     materialize(model, device)
     if read_weights is not None:
         copy_full_weights(model, full_tensors, device)
-    return model
 
 
 # ---- 5 attention: sequence shards, context-parallel attention --------------------------------------------------------
@@ -611,11 +616,16 @@ def context_parallel_attention(cp_mesh: DeviceMesh) -> Callable:
 
 
 def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, tp: int) -> None:
-    """Refuse a model whose attention is not plain causal attention where cp or tp needs it to be, and name why.
+    """Refuse a sequence that is too long, and attention that is not plainly causal where cp or tp needs it to be.
 
     Under tp the model builds its masks from the embeddings, whose sequence is cut, so there it must need no mask.
     """
     config, reasons = config.get_text_config(), []
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and seq_len > positions:
+        fail(f"--seq_len {seq_len} is longer than the {positions} positions of this {config.model_type}")
+    if cp == tp == 1:
+        return
     kinds = set(getattr(config, "layer_types", None) or ["full_attention", "sliding_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if window is not None and window < seq_len and "sliding_attention" in kinds:
@@ -664,8 +674,6 @@ def read_documents(dataset_name: str, text_column: str) -> tuple[str, Iterator[l
         data = datasets.load_dataset(dataset_name, split="train")
     if text_column not in data.column_names:
         raise ValueError(f"it has no column {text_column}, but {', '.join(data.column_names)}; see --text_column")
-    if len(data) == 0:
-        raise ValueError("it is empty")
     batches = (batch[text_column] for batch in data.iter(batch_size=1000))
     # private, but there is no public name for what the library itself uses to tell two datasets apart
     return data._fingerprint, batches, math.ceil(len(data) / 1000), is_document
@@ -699,6 +707,8 @@ def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedT
                 options = {"add_special_tokens": is_document, "verbose": False}
                 for ids in tokenizer(texts, **options)["input_ids"] if texts else []:
                     file.write(np.asarray(ids if ids[-1:] == end else ids + end, dtype=dtype).tobytes())
+        if partial.stat().st_size == 0:
+            raise ValueError("it has no text")
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -1274,18 +1284,16 @@ def open_metrics(output_dir: Path, resumed: bool) -> Any:
 
 def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path) -> Any:
     """Start or go on with a wandb run, or return None. It never raises and never asks. Rank 0 only, no collective."""
+    if mode == "auto":
+        has_key = bool(os.environ.get("WANDB_API_KEY"))
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            has_key = has_key or any("wandb" in host for host in netrc.netrc().hosts)
+        mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
     if mode == "disabled":
         return None
     try:
-        import netrc
+        import wandb  # 3 s, and only here
 
-        import wandb
-
-        if mode == "auto":
-            has_key = bool(os.environ.get("WANDB_API_KEY"))
-            with contextlib.suppress(OSError, netrc.NetrcParseError):
-                has_key = has_key or any("wandb" in host for host in netrc.netrc().hosts)
-            mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
         settings = wandb.Settings(init_timeout=60, silent=True)
         options = {"id": run_id, "resume": "allow", "mode": mode, "dir": str(output_dir), "settings": settings}
         return wandb.init(project="3D_parallel", config=config, **options)
@@ -1397,13 +1405,8 @@ def train(
     return path
 
 
-def split_data(num_tokens: int, args: Config, max_positions: int | None) -> tuple[int, range]:
-    """How many sequences there are to train on, from the first, and which are held out: the last 1 %.
-
-    Refuses a sequence length that the model or the data cannot serve.
-    """
-    if max_positions is not None and args.seq_len > max_positions:
-        fail(f"--seq_len {args.seq_len} is longer than the {max_positions} positions of {args.model_name}")
+def split_data(num_tokens: int, args: Config) -> tuple[int, range]:
+    """How many sequences there are to train on, from the first, and which are held out: the last 1 %."""
     sequences = (num_tokens - 1) // args.seq_len
     if sequences < 1:
         fail(f"{args.dataset_name} has {num_tokens} tokens, too few for one sequence of --seq_len {args.seq_len}")
@@ -1412,15 +1415,13 @@ def split_data(num_tokens: int, args: Config, max_positions: int | None) -> tupl
     return sequences - sequences // 100, range(sequences - sequences // 100, sequences)
 
 
-def describe_run(
-    args: Config, model: nn.Module, step: int, path: Path | None, num_tokens: int, device: torch.device
-) -> None:
+def describe_run(args: Config, model: nn.Module, step: int, path: Path | None, num_tokens: int) -> None:
     """Print every derived size once, in one line. Rank 0 only."""
     parameters = sum(p.numel() for p in model.parameters())
     state = sum(4 * 4 * (p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
     batch = f"{args.global_batch_size} x {args.seq_len} = {args.global_batch_size * args.seq_len:,} tokens a step"
     parts = [
-        f"mesh dp {args.dp_size} x cp {args.cp_size} x tp {args.tp_size} on {device.type}",
+        f"mesh dp {args.dp_size} x cp {args.cp_size} x tp {args.tp_size} on {next(model.parameters()).device.type}",
         f"{args.model_name}: {parameters:,} parameters, {state / 2**20:,.1f} MiB a rank with gradients and AdamW state",
         f"{batch}, in micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size} a rank",
         f"data: {num_tokens:,} tokens",
@@ -1429,12 +1430,9 @@ def describe_run(
     print(" | ".join(parts), flush=True)
 
 
-def finish(
-    args: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path, step: int, argv: list[str]
-) -> None:
-    """Leave the process group, and say where the result is and how to go on. One plain process saves the model, too."""
+def finish(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, last_words: str) -> None:
+    """Leave the process group and say where the result is. One plain process first saves the model to `folder`, too."""
     if not dist.is_initialized():
-        folder = Path(args.output_dir) / "model"
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         print(f"Transformers folder: {folder}", flush=True)
@@ -1442,7 +1440,7 @@ def finish(
     if dist.is_initialized():
         dist.destroy_process_group()
     if is_main:
-        print(f"checkpoint of step {step}: {path}\ngo on with: {resume_command(args, argv)}", flush=True)
+        print(last_words, flush=True)
 
 
 # ---- 10 main ---------------------------------------------------------------------------------------------------------
@@ -1459,22 +1457,22 @@ def main(argv: list[str]) -> None:
     # where this run begins: at a checkpoint, or at step 0
     path, manifest, train_state = begin_run(args.resume, output_dir, args.verify_checksums)
 
-    # 3, 5: config, tokenizer, and what can be refused before anything large is read
+    # 3, 5, 4: config, tokenizer, attention, and the model as it is cut, still without storage
     config, tokenizer = load_config_and_tokenizer(args.model_name)
     check_attention(config, args.seq_len, args.cp_size, args.tp_size)
     attention = context_parallel_attention(mesh["cp"]) if args.cp_size > 1 else None
     if attention is not None:
         transformers.AttentionInterface.register("context_parallel", attention)
+    model = build_model(config, mesh, device.type, getattr(torch, args.dtype))
 
-    # 6: data
+    # 6, 3: data, weights
     tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer)
-    split = split_data(len(tokens), args, getattr(config.get_text_config(), "max_position_embeddings", None))
-
-    # 3, 4: model, plans, weights
+    split = split_data(len(tokens), args)
     read_weights = functools.partial(read_full_model, args.model_name, config, args.from_scratch, args.seed)
-    model = build_model(config, mesh, device, getattr(torch, args.dtype), read_weights if path is None else None)
-    with contextlib.suppress(OSError):  # most models have one; it goes along into each checkpoint
-        model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
+    load_weights(model, device, read_weights if path is None else None)
+    if args.model_name != "tiny":
+        with contextlib.suppress(OSError):  # most models have one; it goes along into each checkpoint
+            model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
 
     # 9: optimizer and schedule; 8: the state of a checkpoint
     optimizer, scheduler = build_optimizer(
@@ -1488,11 +1486,12 @@ def main(argv: list[str]) -> None:
 
     # 9: train, save
     if get_rank() == 0:
-        describe_run(args, model, train_state["step"], path, len(tokens), device)
+        describe_run(args, model, train_state["step"], path, len(tokens))
     parts = {"sizes": sizes, "tokenizer": tokenizer, "keep_last": args.keep_last, "device": device}
     save = functools.partial(save_checkpoint, output_dir, model, optimizer, **parts)
     saved_path = train(model, optimizer, scheduler, tokens, split, args, mesh, device, train_state, save, attention)
-    finish(args, model, tokenizer, saved_path or path, train_state["step"], argv)
+    place = f"checkpoint of step {train_state['step']}: {saved_path or path}"
+    finish(output_dir / "model", model, tokenizer, f"{place}\ngo on with: {resume_command(args, argv)}")
 
 
 if __name__ == "__main__":

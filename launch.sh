@@ -12,32 +12,33 @@ command -v "$python" >/dev/null || python=python3
 previous=""
 for word in "$@"; do
     case "$previous $word" in
-    --tp_size\ *) TP_SIZE=$word ;; --dp_size\ *) DP_SIZE=$word ;; --cp_size\ *) CP_SIZE=$word ;;
-    *\ --tp_size=*) TP_SIZE=${word#*=} ;; *\ --dp_size=*) DP_SIZE=${word#*=} ;; *\ --cp_size=*) CP_SIZE=${word#*=} ;;
+    --tp[_-]size\ *) TP_SIZE=$word ;; *\ --tp[_-]size=*) TP_SIZE=${word#*=} ;;
+    --dp[_-]size\ *) DP_SIZE=$word ;; *\ --dp[_-]size=*) DP_SIZE=${word#*=} ;;
+    --cp[_-]size\ *) CP_SIZE=$word ;; *\ --cp[_-]size=*) CP_SIZE=${word#*=} ;;
     esac
     previous=$word
 done
-for size in "${TP_SIZE:=1}" "${CP_SIZE:=1}" "${DP_SIZE:=0}"; do
-    [[ $size =~ ^[0-9]+$ ]] || { echo "launch.sh: error: mesh size $size is not a whole number" >&2; exit 2; }
+: "${TP_SIZE:=1}" "${CP_SIZE:=1}" "${DP_SIZE:=}"
+for size in "$TP_SIZE" "$CP_SIZE" "${DP_SIZE:-1}"; do
+    [[ $size =~ ^[1-9][0-9]*$ ]] || { echo "launch.sh: error: mesh size $size is not a whole number from 1 up" >&2; exit 2; }
 done
 
 gpus=0
 if [[ " $* " != *" --device cpu "* && " $* " != *" --device=cpu "* ]]; then
     if [[ -n ${CUDA_VISIBLE_DEVICES+x} ]]; then
-        gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true)
+        gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -cv '^-\|^$' || true)
     elif command -v nvidia-smi >/dev/null; then
         gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
     fi
 fi
-if ((DP_SIZE > 0)); then
-    processes=$((TP_SIZE * CP_SIZE * DP_SIZE)); export DP_SIZE
+if [[ -n $DP_SIZE ]]; then
+    processes=$((TP_SIZE * CP_SIZE * DP_SIZE))
 elif ((gpus > 0)); then
-    processes=$gpus; unset DP_SIZE
+    processes=$gpus # dp is what tp and cp leave of them
 else
-    processes=$((TP_SIZE * CP_SIZE)); unset DP_SIZE
+    processes=$((TP_SIZE * CP_SIZE))
 fi
-((processes > 0)) || processes=1 # a size of 0 is refused by the script, which says why
-export TP_SIZE CP_SIZE
+export TP_SIZE CP_SIZE DP_SIZE
 
 # processes that share the cores of a machine must not each start a thread for every core
 if ((gpus == 0)); then
@@ -47,5 +48,8 @@ if ((gpus == 0)); then
 else
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 fi
-export LAUNCHED_AS="TP_SIZE=$TP_SIZE ${DP_SIZE:+DP_SIZE=$DP_SIZE }CP_SIZE=$CP_SIZE ${BASH_SOURCE[0]}"
+# the script ends with the command that goes on from its checkpoint
+LAUNCHED_AS="${PYTHON:+PYTHON=$(printf %q "$PYTHON") }TP_SIZE=$TP_SIZE ${DP_SIZE:+DP_SIZE=$DP_SIZE }CP_SIZE=$CP_SIZE"
+LAUNCHED_AS+=" $(printf %q "${BASH_SOURCE[0]}")"
+export LAUNCHED_AS
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$processes" "$here/3D_parallel.py" "$@"

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "3D_parallel.py"
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# before anything imports transformers, which looks at it once
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 
 def load_script():
@@ -107,7 +108,9 @@ def shard_model(source, sizes, dtype=torch.float32):
     mesh = script.build_mesh("cpu", dp=dp, cp=cp, tp=tp)
     if cp > 1:
         AttentionInterface.register("context_parallel", script.context_parallel_attention(mesh["cp"]))
-    return script.build_model(source.config, mesh, torch.device("cpu"), dtype, lambda: source), mesh
+    model = script.build_model(source.config, mesh, "cpu", dtype)
+    script.load_weights(model, torch.device("cpu"), lambda: source)
+    return model, mesh
 
 
 def relative(a, b):
@@ -220,7 +223,7 @@ class Pool:
             port = str(free.getsockname()[1])
         for rank in range(max(1, world_size)):
             output = f"{self.folder.name}/output{self.runs}_{rank}"
-            environment = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"} | (env or {})
+            environment = {"WANDB_MODE": "disabled"} | (env or {})
             if world_size:
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
                 environment |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_PORT": port}

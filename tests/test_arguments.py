@@ -50,9 +50,9 @@ BAD_FLAGS = [
     Flags("cp zero", "--cp_size=0", r"--cp_size 0 must be at least 1", 2),
     Flags("cp not an integer", "--cp_size 1.5", r"--cp_size\b.* invalid int value: '1.5'"),
     Flags("TP_SIZE zero", "", r"tp_size 0 must be at least 1", 1, {"TP_SIZE": "0"}),
-    Flags("DP_SIZE negative", "", r"DP_SIZE=-1 is not a whole number", 2, {"DP_SIZE": "-1"}),
-    Flags("CP_SIZE a word", "", r"CP_SIZE=two is not a whole number", 2, {"CP_SIZE": "two"}),
-    Flags("TP_SIZE no decimal digit", "", r"TP_SIZE=² is not a whole number", 1, {"TP_SIZE": "²"}),
+    Flags("DP_SIZE negative", "", r"(?i)dp_size.*-1 (must be at least 1|is not)", 2, {"DP_SIZE": "-1"}),
+    Flags("CP_SIZE a word", "", r"(?i)cp_size.*two", 2, {"CP_SIZE": "two"}),
+    Flags("TP_SIZE no decimal digit", "", r"(?i)tp_size.*²", 1, {"TP_SIZE": "²"}),
     Flags("unknown flag", "--learning_speed 1", r"unrecognized arguments: --learning_speed"),
     Flags("abbreviated flag", "--tp 1", r"unrecognized arguments: --tp"),
     Flags("word without a flag", "tiny", r"unrecognized arguments: tiny"),
@@ -187,7 +187,7 @@ SPLIT = TEXT + "--from_scratch --tp_size 2 --model_name {inputs}/"
 BAD_RUNS = [
     # flags once more, through main, where the environment is the launcher's
     Run("flag: mesh", "--tp_size 3", r"needs 3 processes, but there are 2", (2,)),
-    Run("flag: TP_SIZE", "", r"TP_SIZE=x is not a whole number", (0, 2), {"TP_SIZE": "x"}),
+    Run("flag: TP_SIZE", "", r"(?i)tp_size.*\bx\b", (0, 2), {"TP_SIZE": "x"}),
     Run("flag: unknown", "--seqlen 3", r"unrecognized arguments: --seqlen 3", (2,)),
     # the place for the output, and the checkpoint to go on from
     Run("output is a file", "--output_dir {inputs}/short.txt", r"--output_dir \S+short.txt cannot be written to"),
