@@ -5,13 +5,13 @@
     torchrun --standalone --nproc_per_node 8 3D_parallel.py --tp_size 2 --cp_size 2 --model_name FOLDER_OR_HUB_ID
     python 3D_parallel.py                        # one process, no process group
 
-Read it from the top to the bottom: that is the order in which a run goes through it.
+Read it from the top to the bottom, which is nearly the order in which a run goes through it; main has the exact one.
 
     1 configuration   2 start   3 model   4 plans   5 attention   6 data   7 loss   8 checkpoint   9 training   10 main
 
 Three axes share the ranks. "tp" splits every large matrix and, between the blocks, the sequence; "cp" splits the
 sequence; "dp" splits the batch. Parameters, gradients and optimizer state are sharded over dp x cp as well (FSDP), so
-that each of N ranks holds 1/N of the state. Every mesh computes the same run as one process does.
+that each of N ranks holds 1/N of the matrices. In float32 every mesh computes the run that one process computes.
 """
 
 import contextlib
@@ -100,7 +100,9 @@ class Config:
     dp_size: int | None = flag(None, "data-parallel ranks; default: $DP_SIZE, or what tp and cp leave")
     cp_size: int | None = flag(None, "context-parallel ranks; default: $CP_SIZE, or 1")
     # training
-    global_batch_size: int = flag(8, "sequences in a step, over all ranks")
+    global_batch_size: int | None = flag(
+        None, "sequences in a step, over all ranks; default: 8, or the next that dp divides"
+    )
     micro_batch_size: int | None = flag(None, "sequences in one forward of one rank; default: all of its share")
     num_train_steps: int = flag(300, "steps of the whole run, resumed parts included")
     learning_rate: float | None = flag(None, "peak learning rate, also on resume; default: 8e-3 for tiny, else 5e-5")
@@ -126,7 +128,7 @@ def fail(sentence: str) -> NoReturn:
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"3D_parallel.py: error: {sentence}", file=sys.stderr, flush=True)
     else:
-        time.sleep(2)  # torchrun stops all ranks at the first exit: let the one that speaks go first
+        time.sleep(2)  # torchrun stops all ranks when the first one exits: that must be the one that prints
     raise SystemExit(2)
 
 
@@ -158,6 +160,7 @@ def parse_arguments(argv: list[str]) -> Config:
             f"tp_size {tp} x dp_size {dp} x cp_size {cp} needs {tp * dp * cp} processes, but there "
             f"{'is 1' if world_size == 1 else f'are {world_size}'}; launch with --nproc_per_node {tp * dp * cp}"
         )
+    args.global_batch_size = args.global_batch_size or math.ceil(8 / dp) * dp
     if args.global_batch_size % dp:
         works = math.ceil(args.global_batch_size / dp) * dp
         fail(f"--global_batch_size {args.global_batch_size} does not divide by dp_size {dp}; {works} would work")
@@ -171,8 +174,6 @@ def parse_arguments(argv: list[str]) -> Config:
     if args.seq_len % unit:
         works = " or ".join(str(n * unit) for n in (args.seq_len // unit, args.seq_len // unit + 1) if n)
         fail(f"--seq_len {args.seq_len} does not divide by {unit} (cp_size {cp}, tp_size {tp}); {works} would work")
-    if args.resume == "never" and int(env("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
-        args.resume = "restart"  # like auto, but only from what this very run has saved
     return args
 
 
@@ -234,6 +235,11 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return values
 
 
+def patient_group() -> dist.ProcessGroup | None:
+    """A group for waits of hours, while one rank reads, downloads or tokenizes; None for one process. A collective."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=2)) if dist.is_initialized() else None
+
+
 def agree(problem: str | None, group: dist.ProcessGroup | None = None) -> None:
     """End all ranks with one sentence if any of them has a problem. A collective."""
     problems = [p for p in gather_objects(problem, group) if p]
@@ -286,14 +292,16 @@ def load_config_and_tokenizer(model_name: str) -> tuple[PreTrainedConfig, PreTra
     agree(problem)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         fail(f"--model_name {model_name} is a {config.model_type}, which Transformers does not list as a causal LM")
-    vocab_size = config.get_text_config().vocab_size
-    if len(tokenizer) > vocab_size:
-        fail(f"the tokenizer of {model_name} has {len(tokenizer)} tokens, more than its vocab_size {vocab_size}")
+    vocab_size, tokens = config.get_text_config().vocab_size, max(tokenizer.get_vocab().values()) + 1
+    if tokens > vocab_size:
+        fail(f"the tokenizer of {model_name} has {tokens} tokens, more than its vocab_size {vocab_size}")
     return config, tokenizer
 
 
 def first_line(error: BaseException, limit: int = 200) -> str:
-    error = error.__cause__ or error  # the datasets library hides the reason there
+    # the reason lies deeper: DCP raises what all ranks have raised, the datasets library hides it in the cause
+    failures = getattr(error, "failures", None)
+    error = next(iter(failures.values()))[0] if failures else error.__cause__ or error
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     return text if len(text) <= limit else text[:limit] + "..."
 
@@ -355,11 +363,10 @@ def plan_pattern(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def check_tensor_parallel(model: PreTrainedModel, tp: int) -> None:
-    """Refuse a model that a plan cannot split over tp ranks, with the sizes that would work."""
+def check_tensor_parallel(model: PreTrainedModel, styles: dict[str, str | None], tp: int) -> None:
+    """Refuse a model that its plan, a style for each module, cannot split over tp ranks; name the sizes that work."""
     config = model.config.get_text_config()
     family, head = config.model_type, model.get_output_embeddings()
-    styles = {name: model.tp_plan.get(plan_pattern(name)) for name, _ in model.named_modules()}
     in_layers = {name: style for name, style in styles.items() if style and ".*" in plan_pattern(name)}
     if not any("colwise" in style for style in in_layers.values()):
         fail(f"{family} has no tensor-parallel plan for its layers in Transformers; tp_size 1 would work")
@@ -368,7 +375,6 @@ def check_tensor_parallel(model: PreTrainedModel, tp: int) -> None:
         fail(f"the tensor-parallel plan of {family} has {unknown}, which is not supported; tp_size 1 would work")
     if not isinstance(head, nn.Linear) or not isinstance(model.get_input_embeddings(), nn.Embedding):
         fail(f"{family} has no plain embedding and output head to split; tp_size 1 would work")
-
     sizes: dict[str, int] = {}  # what tp has to divide; where the plan gathers a projection's output, that is nothing
     if any(style == "colwise" and "attn" in name for name, style in in_layers.items()):
         sizes["attention heads"] = config.num_attention_heads
@@ -381,6 +387,9 @@ def check_tensor_parallel(model: PreTrainedModel, tp: int) -> None:
             sizes[f"inputs of {what}"] = module.in_features
     if head.bias is not None:
         sizes["biases of the output head"] = head.out_features
+    gathered = any(style == "colwise_gather_output" and "attn" in name for name, style in in_layers.items())
+    if gathered and getattr(config, "attention_dropout", 0):
+        fail(f"each tp rank of {family} runs all heads, so attention_dropout would differ; tp_size 1 would work")
     if bad := " and ".join(f"{size} {what}" for what, size in sizes.items() if size % tp):
         common = math.gcd(*sizes.values())
         works = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
@@ -420,14 +429,15 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
     Between blocks each rank holds (B, S/tp, H): sequence parallelism, Korthikanti et al., arXiv 2205.05198. A block
     gathers the sequence once, its last projection reduces and scatters it again. The logits stay split over the
     vocabulary, as a DTensor for `loss_parallel`. Afterwards every parameter is a DTensor on `tp_mesh`. A model that
-    the plan cannot split is refused.
+    the plan cannot split is refused. The gradient of a norm's weight, of which each rank has computed the part of its
+    tokens or heads, comes out as a partial DTensor: FSDP sums it over tp before its own reduce-scatter.
     """
-    check_tensor_parallel(model, tp_mesh.size())
+    styles = {name: model.tp_plan.get(plan_pattern(name)) for name, _ in model.named_modules()}
+    check_tensor_parallel(model, styles, tp_mesh.size())
     family = model.config.get_text_config().model_type
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     head_name = next(name for name, module in model.named_modules() if module is head)
-    styles = {name: model.tp_plan.get(plan_pattern(name)) for name, _ in model.named_modules()}
     is_projection = {name for name, style in styles.items() if "colwise" in (style or "") and name != head_name}
     blocks = {name.rsplit(".", 1)[0] for name in is_projection}  # self_attn, mlp: the modules that own the projections
 
@@ -541,7 +551,9 @@ def load_weights(model: PreTrainedModel, device: torch.device, read_weights: Cal
         except Exception as error:  # files, hub and config raise all kinds
             name = model.config.name_or_path or model.config.model_type
             problem = f"the weights of {name} cannot be loaded: {first_line(error)}"
-    agree(problem)
+        if lacking := sorted({name for name, _ in model.named_parameters()} - full_tensors.keys()):
+            problem = problem or f"the weights of {model.config.model_type} lack {lacking[0]}"
+    agree(problem, patient_group())
     materialize(model, device)
     if read_weights is not None:
         copy_full_weights(model, full_tensors, device)
@@ -582,7 +594,9 @@ def context_parallel_attention(cp_mesh: DeviceMesh) -> Callable:
 
     Keys and values are gathered along the sequence (they are small under grouped-query attention), queries stay, and
     each of the two chunks of queries runs causal attention on what lies before it: the method of Llama 3,
-    arXiv 2407.21783, section 3.3.2. Its calls are counted in `.calls`. Raises ValueError for another kind of attention.
+    arXiv 2407.21783, section 3.3.2. Its calls are counted in `.calls`. Raises ValueError for another kind of attention:
+    to add one, let `check_attention` admit it, and give the call of scaled_dot_product_attention its mask. Register no
+    mask function under the same name: Transformers then builds no mask, which would be of the shard's size.
     """
     cp_rank, cp_size = cp_mesh.get_local_rank(), cp_mesh.size()
 
@@ -597,7 +611,11 @@ def context_parallel_attention(cp_mesh: DeviceMesh) -> Callable:
         **kwargs,
     ) -> tuple[Tensor, None]:
         attention.calls += 1
-        asked = {"a mask": attention_mask is not None, "dropout": dropout, "not causal": not module.is_causal}
+        asked = {
+            "a mask": attention_mask is not None,
+            "dropout": dropout,
+            "not causal": not getattr(module, "is_causal", True),
+        }
         asked |= {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux") is not None}
         asked["a window"] = (kwargs.get("sliding_window") or math.inf) < query.shape[2] * cp_size
         if any(asked.values()):  # check_attention has refused what it knows; this is for models that it does not know
@@ -659,6 +677,8 @@ def read_documents(dataset_name: str, text_column: str) -> tuple[str, Iterator[l
     import datasets  # 1 s, and only one rank of a machine needs it
 
     is_document = True
+    if Path(dataset_name).is_file() and Path(dataset_name).stat().st_size == 0:
+        raise ValueError("it is empty")
     if dataset_name == "stdlib":
         folder = Path(sysconfig.get_paths()["stdlib"])
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.py"))]
@@ -684,15 +704,13 @@ def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedT
 
     Called by one rank of each machine. An end-of-sequence token follows each document that has none. The file appears
     under its name only when it is whole. Tokens are uint16, or uint32 for a vocabulary beyond 65,536.
-
-    Raises what `read_documents` raises.
     """
     import datasets
 
     fingerprint, batches, total, is_document = read_documents(dataset_name, text_column)
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())) + repr(tokenizer.init_kwargs) + repr(tokenizer)
     key = hashlib.sha256(f"1 {fingerprint} {text_column} {vocabulary}".encode()).hexdigest()[:32]
-    dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+    dtype = np.uint16 if max(tokenizer.get_vocab().values()) < 2**16 else np.uint32
     path = Path(datasets.config.HF_DATASETS_CACHE) / "3d_parallel" / f"{key}.{np.dtype(dtype).name}"
     if path.exists():
         return path
@@ -709,6 +727,7 @@ def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedT
                     file.write(np.asarray(ids if ids[-1:] == end else ids + end, dtype=dtype).tobytes())
         if partial.stat().st_size == 0:
             raise ValueError("it has no text")
+        flush(partial)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -717,8 +736,7 @@ def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedT
 
 def prepare_tokens(dataset_name: str, text_column: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Tokenize once per machine; return all tokens as a read-only array on disk. A collective."""
-    # its own group with a long timeout: the others wait here for hours if a machine tokenizes that long
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=2)) if dist.is_initialized() else None
+    group = patient_group()
     problem, path = None, None
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         try:
@@ -730,8 +748,6 @@ def prepare_tokens(dataset_name: str, text_column: str, tokenizer: PreTrainedTok
     # this machine's path: its first rank is the nearest one at or below this rank that has a path
     paths = gather_objects(path, group)
     path = next(p for p in reversed(paths[: get_rank() + 1]) if p)
-    if group is not None:
-        dist.destroy_process_group(group)
     return np.memmap(path, mode="r", dtype=path.rsplit(".", 1)[-1])
 
 
@@ -774,7 +790,7 @@ def shard_batch(
         rows = slice(first, first + micro_batch_size)
         batch = {"input_ids": inputs[rows], "position_ids": positions[rows], "labels": labels[rows]}
         shards = {name: shard_sequence(tensor, cp_rank, cp).contiguous() for name, tensor in batch.items()}
-        micro_batches.append({name: tensor.to(device, non_blocking=True) for name, tensor in shards.items()})
+        micro_batches.append({name: tensor.to(device) for name, tensor in shards.items()})
     return micro_batches
 
 
@@ -812,7 +828,8 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if "betas" in group and parameter.requires_grad and not optimizer.state[parameter]:
+            is_adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not group["amsgrad"]
+            if is_adam and parameter.requires_grad and not optimizer.state[parameter]:
                 on_device = group.get("fused") or group.get("capturable")
                 optimizer.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else None),
@@ -824,8 +841,7 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 class AppState(Stateful):
     """Model and optimizer as one entry of a DCP checkpoint, by the contract of torch's state-dict utilities.
 
-    The state is sharded as the parameters are: each rank saves and loads its own part, in any mesh. With no optimizer
-    it holds the model alone, and loads the model out of a checkpoint that holds both.
+    With no optimizer it holds the model alone, and loads the model out of a checkpoint that holds both.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
@@ -879,8 +895,9 @@ def flush(path: Path) -> None:
 def read_manifest(path: Path) -> dict[str, Any] | None:
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        return manifest if {"format", "run", "step", "tokens", "tp", "dp", "cp", "files"} <= manifest.keys() else None
-    except (OSError, ValueError, AttributeError):
+        known = {"format": int, "run": str, "step": int, "tokens": int, "saved": float, "files": dict}
+        return manifest if all(isinstance(manifest[key], kind) for key, kind in known.items()) else None
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
@@ -905,21 +922,14 @@ def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any]) ->
 
 def move_aside(final: Path, run: str) -> None:
     """Rename a checkpoint to `<name>_step<its step>`; what another run saved gets its run's name, too, and stays."""
-
-    def rename(path: Path, aside: Path, owner: str) -> None:
-        aside = aside.with_name(f"{aside.name}_{owner}")
-        aside = aside.with_name(f"{aside.name}_{uuid.uuid4().hex[:8]}") if aside.exists() else aside
-        print(f"{path} is of another run: moved to {aside.name}", flush=True)
-        os.rename(path, aside)
-
-    unreadable = {"run": "unreadable", "step": "_unknown"}
-    old = read_manifest(final) or unreadable
-    aside = final.with_name(f"{final.name}_step{old['step']}")
+    old = read_manifest(final) or {"run": "unreadable", "step": "_unknown"}
+    aside = final.with_name(f"{final.name}_step{old['step']}" + ("" if old["run"] == run else f"_{old['run']}"))
+    if aside.exists() and (read_manifest(aside) or old)["run"] == old["run"] == run:
+        discard(aside)  # the same step of this very run
+    elif aside.exists():
+        aside = aside.with_name(f"{aside.name}_{uuid.uuid4().hex[:8]}")
     if old["run"] != run:
-        return rename(final, aside, old["run"])
-    if aside.exists():
-        holder = (read_manifest(aside) or unreadable)["run"]
-        discard(aside) if holder == run else rename(aside, aside, holder)
+        print(f"{final} is of another run: moved to {aside.name}", flush=True)
     os.rename(final, aside)
 
 
@@ -931,10 +941,9 @@ def discard(path: Path) -> None:
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[Path, dict[str, Any] | None]]:
-    """All checkpoints of a directory with their manifests: unreadable ones, then newest run and highest step first."""
+    """All checkpoints of a directory with their manifests: unreadable ones first, then from the last saved back."""
     found = [(path, read_manifest(path)) for path in output_dir.glob("checkpoint_tp*_dp*_cp*") if path.is_dir()]
-    # the name of a run begins with its date, so "~" comes after all of them
-    return sorted(found, key=lambda item: (item[1]["run"], item[1]["step"]) if item[1] else ("~", 0), reverse=True)
+    return sorted(found, key=lambda item: item[1]["saved"] if item[1] else math.inf, reverse=True)
 
 
 def prune_checkpoints(output_dir: Path, run: str, keep_last: int) -> None:
@@ -948,10 +957,8 @@ def prune_checkpoints(output_dir: Path, run: str, keep_last: int) -> None:
 
 def explain_save_error(error: BaseException, directory: Path) -> str:
     """One line with the true cause of a failed save: a full disk shows up in torch as an unexpected file position."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
     with contextlib.suppress(OSError):
-        if shutil.disk_usage(directory).free < 1 << 20 or "unexpected pos" in str(error):
+        if shutil.disk_usage(directory).free < 1 << 20 or "unexpected pos" in first_line(error):
             return f"no space left in {directory}"
     return first_line(error)
 
@@ -1008,7 +1015,8 @@ def save_checkpoint(
 
     if is_main:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        manifest = {"format": FORMAT, **train_state, **sizes, **versions, "files": all_files}
+        origin = {**sizes, "device": device.type, "saved": time.time()}
+        manifest = {"format": FORMAT, **train_state, **origin, **versions, "files": all_files}
         try:
             commit_checkpoint(temporary, final, manifest)
             prune_checkpoints(output_dir, train_state["run"], keep_last)
@@ -1027,31 +1035,32 @@ def check_files(path: Path, manifest: dict[str, Any] | None, with_checksums: boo
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     for name in sorted(manifest["files"])[get_rank() :: ranks]:
         file, expected = path / name, manifest["files"][name]
-        if not file.is_file():
-            return f"{file} is missing"
-        if file.stat().st_size != expected["size"]:
-            return f"{file} has {file.stat().st_size} bytes instead of {expected['size']}"
-        if with_checksums and checksum(file) != expected["sha256"]:
-            return f"{file} does not have the content that was saved (its checksum differs)"
+        try:
+            if not file.is_file():
+                return f"{file} is missing"
+            if file.stat().st_size != expected["size"]:
+                return f"{file} has {file.stat().st_size} bytes instead of {expected['size']}"
+            if with_checksums and checksum(file) != expected["sha256"]:
+                return f"{file} does not have the content that was saved (its checksum differs)"
+        except OSError as error:
+            return f"{file} cannot be read ({error.strerror})"
     return None
 
 
-def find_checkpoint(resume: str, output_dir: Path, run: str | None, with_checksums: bool) -> tuple[Path, dict] | None:
-    """The newest whole checkpoint in `output_dir`, or the one that `resume` names; and its manifest. A collective.
+def find_checkpoint(resume: str, output_dir: Path, since: float, with_checksums: bool) -> tuple[Path, dict] | None:
+    """The last whole checkpoint in `output_dir`, or the one that `resume` names; and its manifest. A collective.
 
     Rank 0 lists, each rank checks a part of the files, and what is skipped is said. A named one that is not whole is
-    refused. For "restart", checkpoints of runs other than `run` do not count.
+    refused. With "auto", checkpoints saved before `since` (seconds since 1970) do not count.
     """
-    by_name = resume not in ("auto", "restart")
-    candidates = []
-    if get_rank() == 0:
-        candidates = [(Path(resume), read_manifest(Path(resume)))] if by_name else list_checkpoints(output_dir)
-        candidates = [(p, m) for p, m in candidates if resume != "restart" or (m and m["run"] == run)]
-    for path, manifest in gather_objects(candidates)[0]:
+    candidates = [(Path(resume), read_manifest(Path(resume)))]
+    if resume == "auto":
+        candidates = [(p, m) for p, m in list_checkpoints(output_dir) if not m or m["saved"] >= since]
+    for path, manifest in gather_objects(candidates)[0]:  # rank 0's: another rank may see a change in between
         problems = [p for p in gather_objects(check_files(path, manifest, with_checksums)) if p]
         if not problems:
             return path, manifest
-        if by_name:
+        if resume != "auto":
             fail(f"--resume {resume}: {problems[0]}")
         if get_rank() == 0:
             print(f"skipped {path}: {problems[0]}", flush=True)
@@ -1061,25 +1070,28 @@ def find_checkpoint(resume: str, output_dir: Path, run: str | None, with_checksu
 def begin_run(resume: str, output_dir: Path, with_checksums: bool) -> tuple[Path | None, dict | None, dict[str, Any]]:
     """Where this run begins: the checkpoint to load and its manifest, or None twice; and the train state. A collective.
 
-    The train state is "run" (the name of the run, which is also its id at wandb), "step" and "tokens".
+    The train state is "run" (the run's name, also its id at wandb), "step" and "tokens". An elastic restart goes on
+    from what was saved since its launch, whatever `resume` says, and begins as the launch did if that is nothing.
     """
-    marker = output_dir / ".run"  # a restart of a run that has no checkpoint yet must not take another run's
-    run = None
+    launched, found = output_dir / ".launch.json", None
+    launch = {"run": f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}", "since": None}
+    if get_rank() == 0 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and launched.exists():
+        launch = json.loads(launched.read_text())
+    launch = gather_objects(launch)[0]
+    if launch["since"] is not None:
+        found = find_checkpoint("auto", output_dir, launch["since"], with_checksums)
+    if found is None and resume != "never":
+        found = find_checkpoint(resume, output_dir, 0, with_checksums)
+    path, manifest = found or (None, None)
+    train_state = {"run": launch["run"], "step": 0, "tokens": 0}
+    if manifest is not None:
+        train_state = {key: manifest[key] for key in train_state}
     if get_rank() == 0:
-        run = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-        if resume == "restart" and marker.exists():
-            run = marker.read_text()
-    run = gather_objects(run)[0]
-    found = None if resume == "never" else find_checkpoint(resume, output_dir, run, with_checksums)
-    if found is None:
-        train_state = {"run": run, "step": 0, "tokens": 0}
-        if get_rank() == 0 and resume in ("auto", "restart"):
-            print(f"--resume {resume}: no checkpoint in {output_dir}, so the run starts at step 0", flush=True)
-    else:
-        train_state = {key: found[1][key] for key in ("run", "step", "tokens")}
-    if get_rank() == 0:
-        marker.write_text(train_state["run"])
-    return (*(found or (None, None)), train_state)
+        if manifest is None and (launch["since"] is not None or resume != "never"):
+            print(f"no checkpoint to go on from in {output_dir}: the run starts at step 0", flush=True)
+        if launch["since"] is None:
+            launched.write_text(json.dumps(launch | {"since": time.time()}))
+    return path, manifest, train_state
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -1117,7 +1129,7 @@ class SafePlanner(dcp.DefaultLoadPlanner):
     """Torch's planner, with non-tensor entries read by torch.load's safe mode."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=True)  # raises for all but numbers, strings, lists, tuples and dicts of them
+        torch.load(value, weights_only=True)  # raises for whatever could run code
         value.seek(0)
         super().load_bytes(read_item, value)
 
@@ -1133,7 +1145,6 @@ def load_checkpoint(
     """
     groups = optimizer.param_groups if optimizer is not None else []
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    state = {"app": AppState(model, optimizer)} | ({"rng": rng_state(rng_device)} if rng_device is not None else {})
     problem = None
     try:
         reader = SafeReader(path)
@@ -1144,13 +1155,14 @@ def load_checkpoint(
                 shape = "lacks it" if entry is None else f"has {tuple(entry.size)}"
                 problem = f"{path} is of another model: {name} is {tuple(tensor.shape)} here, the checkpoint {shape}"
                 break
-    except (OSError, pickle.UnpicklingError, AttributeError, EOFError) as error:
+    except Exception as error:  # a damaged pickle raises all kinds
         problem = f"{path}/.metadata cannot be read ({first_line(error)})"
     agree(problem)
+    state = {"app": AppState(model, optimizer)} | ({"rng": rng_state(rng_device)} if rng_device is not None else {})
     try:
         dcp.load(state, storage_reader=reader, planner=SafePlanner(), no_dist=not dist.is_initialized())
     except (Exception, CheckpointException) as error:
-        problem = f"{path} could not be loaded: {explain_save_error(error, path)}"
+        problem = f"{path} could not be loaded: {first_line(error)}"
     agree(problem)
     for group, own in zip(optimizer.param_groups if optimizer is not None else [], options):
         group.update(own)
@@ -1183,7 +1195,7 @@ def build_optimizer(
 
 
 def set_schedule(scheduler: torch.optim.lr_scheduler.LRScheduler, step: int) -> None:
-    """Put a scheduler, and the learning rates of its optimizer, where they are after `step` steps."""
+    """Put a LambdaLR (which get_scheduler returns) and its optimizer's rates where they are after `step` steps."""
     scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": step, "_step_count": step + 1})
     for group, base, factor in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
         group["lr"], group["initial_lr"] = base * factor(step), base
@@ -1203,7 +1215,9 @@ def reduce_loss_and_norm(loss_sum: Tensor, model: nn.Module, mesh: DeviceMesh | 
             copies, grad = math.prod(size for size, placement in axes if placement.is_replicate()), grad.to_local()
         if grad is not None:
             by_copies.setdefault(copies, []).append(grad)
-    squares = [nn.utils.get_total_norm(grads).double() ** 2 / copies for copies, grads in by_copies.items()]
+    # private, but torch's public norms have no dtype for lists, and in float32 the CPU is off by 1e-3 at 28 M elements
+    norms = {copies: torch._foreach_norm(grads, 2, dtype=torch.float64) for copies, grads in by_copies.items()}
+    squares = [torch.stack(parts).square().sum() / copies for copies, parts in norms.items()]
     tp = mesh["tp"].size() if mesh is not None else 1
     totals = torch.stack([loss_sum.double() / tp, sum(squares, torch.zeros_like(loss_sum, dtype=torch.float64))])
     if mesh is not None:
@@ -1267,8 +1281,8 @@ def held_out_batches(
     """The held-out sequences in global batches; the last one is filled up with rows that have no labels."""
     for start in range(0, len(held_out), args.global_batch_size):
         indices = list(held_out[start : start + args.global_batch_size])
-        missing = args.global_batch_size - len(indices)
-        inputs, labels = read_sequences(tokens, indices + [indices[-1]] * missing, args.seq_len)
+        padded = indices + indices[-1:] * (args.global_batch_size - len(indices))
+        inputs, labels = read_sequences(tokens, padded, args.seq_len)
         labels[len(indices) :] = -100
         yield shard_batch(inputs, labels, mesh, args.micro_batch_size, device)
 
@@ -1304,18 +1318,14 @@ def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path
 
 def resume_command(args: Config, argv: list[str]) -> str:
     """The command that goes on from this run's last checkpoint for as many steps again."""
-    kept, skip = [], False
-    for word in argv:
-        replaced = word.split("=")[0].replace("-", "_") in ("__resume", "__num_train_steps")
-        if not skip and not replaced:
-            kept.append(word)
-        skip = not skip and replaced and "=" not in word
+    replaced = r" --(resume|num[_-]train[_-]steps)[ =]('[^']*'|\S+)"
+    kept = re.sub(replaced, "", f" {shlex.join(argv)}")
     launcher = os.environ.get("LAUNCHED_AS")
     if not launcher:
         processes = os.environ.get("LOCAL_WORLD_SIZE")
         launcher = f"torchrun --standalone --nproc_per_node {processes}" if processes else "python"
         launcher += f" {shlex.quote(sys.argv[0])}"
-    return f"{launcher} {shlex.join([*kept, '--resume', 'auto', '--num_train_steps', str(2 * args.num_train_steps)])}"
+    return f"{launcher}{kept} --resume auto --num_train_steps {2 * args.num_train_steps}"
 
 
 def open_output_dir(output_dir: Path) -> None:
@@ -1349,13 +1359,10 @@ def train(
     attention: Callable | None,
 ) -> Path | None:
     """The training loop, from train_state["step"] to the last step. Logs on rank 0. Returns the last checkpoint."""
-    is_main, resumed = get_rank() == 0, train_state["step"] > 0
-    metrics = open_metrics(Path(args.output_dir), resumed) if is_main else None
-    path, wandb_run = None, None
-    if is_main:
-        wandb_run = start_wandb(args.wandb_mode, asdict(args), train_state["run"], Path(args.output_dir))
-    sequences, held_out = split
-    first_step = train_state["step"] + 1
+    is_main, path, output_dir = get_rank() == 0, None, Path(args.output_dir)
+    metrics = open_metrics(output_dir, resumed=train_state["step"] > 0) if is_main else None
+    wandb_run = start_wandb(args.wandb_mode, asdict(args), train_state["run"], output_dir) if is_main else None
+    (sequences, held_out), first_step = split, train_state["step"] + 1
     bar = tqdm(total=args.num_train_steps, initial=first_step - 1, disable=not is_main, unit="step")
     while train_state["step"] < args.num_train_steps:
         started = time.perf_counter()
@@ -1383,24 +1390,18 @@ def train(
         if args.eval_every and step % args.eval_every == 0:
             entry["eval_loss"] = evaluate(model, held_out_batches(tokens, held_out, args, mesh, device), mesh)
         if is_main:
-            metrics.write(json.dumps(entry) + "\n")
-            metrics.flush()
+            print(json.dumps(entry), file=metrics, flush=True)
             if wandb_run is not None:
-                try:
+                with contextlib.suppress(Exception):  # a failing wandb never stops a run
                     wandb_run.log(entry, step=step)
-                except Exception as error:
-                    print(f"wandb is off from step {step} on: {first_line(error)}", flush=True)
-                    wandb_run = None
             shown = {"loss": f"{loss:.4f}", "norm": f"{grad_norm:.3f}", "lr": f"{lr:.2e}"}
             bar.set_postfix(shown | {"tok/s": f"{entry['tokens_per_second']:.0f}"}, refresh=False)
             bar.update()
         if step == args.num_train_steps or (args.save_every and step % args.save_every == 0):
             path = save(train_state=train_state)
     bar.close()
-    if is_main:
-        metrics.close()
     if wandb_run is not None:
-        with contextlib.suppress(Exception):  # a failing wandb never stops a run
+        with contextlib.suppress(Exception):
             wandb_run.finish()
     return path
 
@@ -1431,14 +1432,14 @@ def describe_run(args: Config, model: nn.Module, step: int, path: Path | None, n
 
 
 def finish(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, last_words: str) -> None:
-    """Leave the process group and say where the result is. One plain process first saves the model to `folder`, too."""
-    if not dist.is_initialized():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        print(f"Transformers folder: {folder}", flush=True)
+    """Leave the process group and say where the result is. One plain process saves the model to `folder`, too."""
     is_main = get_rank() == 0
     if dist.is_initialized():
         dist.destroy_process_group()
+    else:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        print(f"Transformers folder: {folder}", flush=True)
     if is_main:
         print(last_words, flush=True)
 
@@ -1452,9 +1453,7 @@ def main(argv: list[str]) -> None:
     device = start_process_group(args.device, args.timeout)
     sizes = {"tp": args.tp_size, "dp": args.dp_size, "cp": args.cp_size}
     mesh = build_mesh(device.type, **sizes, timeout_s=args.timeout) if dist.is_initialized() else None
-    output_dir = Path(args.output_dir)
-    open_output_dir(output_dir)
-    # where this run begins: at a checkpoint, or at step 0
+    open_output_dir(output_dir := Path(args.output_dir))
     path, manifest, train_state = begin_run(args.resume, output_dir, args.verify_checksums)
 
     # 3, 5, 4: config, tokenizer, attention, and the model as it is cut, still without storage
@@ -1478,9 +1477,10 @@ def main(argv: list[str]) -> None:
     optimizer, scheduler = build_optimizer(
         model, args.learning_rate, args.weight_decay, args.warmup_steps, args.num_train_steps
     )
-    torch.manual_seed(args.seed + 1 + get_rank())  # dropout: ranks hold other tokens or other heads, so other masks
+    # dropout: ranks hold other tokens or other heads, so they need other masks, and a resumed run not those of step 1
+    torch.manual_seed(args.seed + 100_003 * (train_state["step"] + 1) + get_rank())
     if path is not None:
-        same_mesh = all(manifest[axis] == size for axis, size in sizes.items())
+        same_mesh = all(manifest.get(key) == value for key, value in {**sizes, "device": device.type}.items())
         load_checkpoint(path, model, optimizer, rng_device=device if same_mesh else None)
         set_schedule(scheduler, train_state["step"])
 

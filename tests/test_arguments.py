@@ -70,14 +70,14 @@ BAD_FLAGS = [
     Flags("seq_len below all", "--cp_size 2 --tp_size 4 --seq_len 3", r"seq_len 3 .* by 8 .*; 8 would work", 8),
     Flags("seq_len zero", "--seq_len 0", r"--seq_len 0 must be at least 1"),
     Flags("no steps", "--num_train_steps 0", r"--num_train_steps 0 must be at least 1"),
-    Flags("learning rate nan", "--learning_rate nan", r"--learning_rate nan must be a finite number"),
-    Flags("learning rate negative", "--learning_rate -1", r"--learning_rate -1.0 must be .* not negative"),
-    Flags("learning rate infinite", "--learning_rate inf", r"--learning_rate inf must be a finite number"),
-    Flags("weight decay negative", "--weight_decay -0.1", r"--weight_decay -0.1 must be .* not negative"),
-    Flags("warm-up negative", "--warmup_steps -1", r"--warmup_steps -1 must be .* not negative"),
-    Flags("seed negative", "--seed -1", r"--seed -1 must be .* not negative"),
+    Flags("learning rate nan", "--learning_rate nan", r"--learning_rate nan must be a number from 0 up"),
+    Flags("learning rate negative", "--learning_rate -1", r"--learning_rate -1.0 must be a number from 0 up"),
+    Flags("learning rate infinite", "--learning_rate inf", r"--learning_rate inf must be a number from 0 up"),
+    Flags("weight decay negative", "--weight_decay -0.1", r"--weight_decay -0.1 must be a number from 0 up"),
+    Flags("warm-up negative", "--warmup_steps -1", r"--warmup_steps -1 must be a number from 0 up"),
+    Flags("seed negative", "--seed -1", r"--seed -1 must be a number from 0 up"),
     Flags("clipping to zero", "--max_grad_norm 0", r"--max_grad_norm 0 would erase every gradient; .* turns"),
-    Flags("save_every negative", "--save_every -5", r"--save_every -5 must be .* not negative"),
+    Flags("save_every negative", "--save_every -5", r"--save_every -5 must be a number from 0 up"),
     Flags("keep none", "--keep_last 0", r"--keep_last 0 must be at least 1"),
     Flags("no time", "--timeout 0", r"--timeout 0 must be at least 1"),
 ]
@@ -138,12 +138,6 @@ def test_flags_win_over_the_environment(script, as_rank):
     as_rank(8, TP_SIZE="2", DP_SIZE="2", CP_SIZE="2")
     args = script.parse_arguments(["--tp_size", "4", "--cp_size=1"])
     assert (args.tp_size, args.dp_size, args.cp_size) == (4, 2, 1)
-
-
-def test_a_restart_by_the_launcher_resumes(script, as_rank):
-    as_rank(2, TORCHELASTIC_RESTART_COUNT="1")
-    assert script.parse_arguments([]).resume == "restart"
-    assert script.parse_arguments(["--resume", "auto"]).resume == "auto"
 
 
 def test_help_lists_every_flag(script, capsys, as_rank):

@@ -77,15 +77,15 @@ def save_after_4_steps(sizes, folder):
     return results, state if dist.get_rank() == 0 else None
 
 
-def load_each(sizes, folders, expected_states):
-    """In one mesh: load the checkpoint of each folder, compare bit for bit, train steps 5 to 8."""
+def load_each(sizes, folders, expected_states, trained):
+    """In one mesh: load the checkpoint of each folder, compare bit for bit; from those in `trained` go on to step 8."""
     script, results = load_script(), []
     for folder, expected in zip(folders, expected_states):
         model, optimizer, _, mesh = build(sizes)
-        path, _ = script.find_checkpoint("auto", Path(folder), None, True)
+        path, _ = script.find_checkpoint("auto", Path(folder), 0, True)
         script.load_checkpoint(path, model, optimizer)
         wrong = differing(full_state(model, optimizer), expected) if expected else []
-        results.append((wrong, train(model, optimizer, mesh, 4, STEPS)))
+        results.append((wrong, train(model, optimizer, mesh, 4, STEPS) if folder in trained else None))
     return results
 
 
@@ -119,11 +119,15 @@ def checkpoint_of(folder):
 @pytest.mark.parametrize("sizes", MESHES, ids=lambda s: "into-dp{}-cp{}-tp{}".format(*s))
 def test_every_mesh_into_every_mesh(pool, saved, sizes):
     folders, states = zip(*[(str(folder), state) for folder, state in saved.values()])
-    by_source = zip(saved, pool.run(math.prod(sizes), load_each, sizes, folders, states)[0])
+    # on 8 ranks a step costs a second: there, three of the seven sources go on
+    trained = folders if math.prod(sizes) < 8 else folders[:3]
+    by_source = zip(saved, pool.run(math.prod(sizes), load_each, sizes, folders, states, trained)[0])
     losses, norms = unbroken()
     for source, (wrong, results) in by_source:
         where = f"dp, cp, tp {source} loaded into {sizes}"
         assert not wrong, f"{where}: not bit-equal after the load: {wrong}"
+        if results is None:
+            continue
         assert relative([loss for loss, _ in results], losses[4:]) < TOLERANCE, f"{where}: {results}, {losses[4:]}"
         assert relative([norm for _, norm in results], norms[4:]) < TOLERANCE, f"{where}: {results}, {norms[4:]}"
 
@@ -263,10 +267,15 @@ def test_frozen_unused_and_tied_parameters(pool, tmp_path):
 def names_after_saves(sizes, folder):
     model, optimizer, _, _ = build(sizes)
     steps = []
-    for step, run in [(1, "a"), (2, "a"), (3, "a"), (1, "b"), (2, "b")]:
+    for step, run in [(1, "a"), (2, "a"), (3, "a"), (1, "b"), (2, "b"), (3, "b"), (2, "b")]:
         save(folder, model, optimizer, sizes, step, run=run, keep_last=2)
         steps.append(sorted(path.name for path in Path(folder).iterdir()))
     return steps
+
+
+def kept_steps(folder):
+    found = load_script().list_checkpoints(Path(folder))
+    return sorted((manifest["run"], manifest["step"]) for _, manifest in found)
 
 
 def test_names_pruning_and_other_runs(pool, tmp_path):
@@ -277,7 +286,13 @@ def test_names_pruning_and_other_runs(pool, tmp_path):
     assert after[1] == [name, f"{name}_step1"]
     assert after[2] == [name, f"{name}_step2"]
     assert after[3] == [name, f"{name}_step2", f"{name}_step3_a"]
+    # run a has a step 2 under the name that b's would have; both stay, and a's is as good as it was
     assert after[4] == [name, f"{name}_step1", f"{name}_step2", f"{name}_step3_a"]
+    assert len(after[5]) == 4 and {name, f"{name}_step2", f"{name}_step3_a"} < set(after[5])
+    # b has gone back to step 2, as after a damaged step 3: what was saved last is kept, however low its step
+    assert len(after[6]) == 4 and {name, f"{name}_step2", f"{name}_step3"} < set(after[6])
+    assert kept_steps(tmp_path) == [("a", 2), ("a", 3), ("b", 2), ("b", 3)]
+    assert load_script().list_checkpoints(tmp_path)[0][1]["step"] == 2
 
 
 def read_metrics(folder):
@@ -294,9 +309,9 @@ def test_whole_runs_resume_in_another_mesh(pool, tmp_path):
     flags += ["--output_dir", parts, "--save_every", 2]
     stop = ["--num_train_steps", 6]
     launch = pool.launch(8, *flags, *stop, "--tp_size", 2, "--cp_size", 2, before=stop_after_step_2)
-    assert launch.codes == [7] * 8, launch.outputs
+    assert all(launch.codes), launch.outputs  # 7, or another rank's word that one is gone
     launch = pool.launch(2, *flags, *stop, "--resume", "auto", "--tp_size", 2, before=stop_after_step_4)
-    assert launch.codes == [7] * 2, launch.outputs
+    assert all(launch.codes), launch.outputs
     launch = pool.launch(0, *flags, *stop, "--resume", "auto")
     assert launch.codes == [0], launch.outputs
     expected, rows = read_metrics(whole), read_metrics(parts)

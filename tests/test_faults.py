@@ -42,7 +42,7 @@ def save_step(script, folder, step, run="run", keep_last=2):
 
 def resumed_step(script, folder):
     """The step that --resume auto finds, after loading it and comparing every parameter with it."""
-    found = script.find_checkpoint("auto", Path(folder), None, True)
+    found = script.find_checkpoint("auto", Path(folder), 0, True)
     if found is None:
         return None
     path, manifest = found
@@ -152,16 +152,16 @@ def test_damaged_checkpoint_is_named_and_skipped(script, tmp_path, capsys, damag
     printed = capsys.readouterr().out
     assert "skipped" in printed and sentence in printed and str(path) in printed, printed
     with pytest.raises(SystemExit) as refusal:
-        script.find_checkpoint(str(path), tmp_path, None, True)
+        script.find_checkpoint(str(path), tmp_path, 0, True)
     assert refusal.value.code == 2 and sentence in capsys.readouterr().err
 
 
 def test_checksums_can_be_turned_off_sizes_cannot(script, tmp_path):
     path = save_step(script, tmp_path, 1)
     flip(path / "__0_0.distcp")
-    assert script.find_checkpoint("auto", tmp_path, None, False) is not None
+    assert script.find_checkpoint("auto", tmp_path, 0, False) is not None
     truncate(path / "__0_0.distcp", 10)
-    assert script.find_checkpoint("auto", tmp_path, None, False) is None
+    assert script.find_checkpoint("auto", tmp_path, 0, False) is None
 
 
 def test_another_models_checkpoint_is_refused_by_name(script, tmp_path, capsys):

@@ -32,12 +32,12 @@ class Case(NamedTuple):
 UNTIED = Case("llama", 509, False, 4, steps=10, micro_batch=8)
 TIED = Case("qwen3", 512, True, 8, steps=3, micro_batch=4)
 FAMILIES = [
-    Case("llama", 512, True, 4, 3, 2),  # SmolLM and SmolLM 2
-    Case("qwen2", 509, True, 4, 3, 4),
-    Case("qwen3", 509, False, 2, 3, 2),
-    Case("mistral", 509, True, 2, 3, 2),
-    Case("phi3", 509, False, 4, 3, 2),
-    Case("olmo2", 509, False, 4, 3, 2),
+    Case("llama", 512, True, 4, 2, 2),  # SmolLM and SmolLM 2
+    Case("qwen2", 509, True, 4, 2, 4),
+    Case("qwen3", 509, False, 2, 2, 2),
+    Case("mistral", 509, True, 2, 2, 2),
+    Case("phi3", 509, False, 4, 2, 2),
+    Case("olmo2", 509, False, 4, 2, 2),
 ]
 
 
@@ -119,3 +119,14 @@ def test_clipping_clips_some_steps():
     for case in [UNTIED, TIED]:
         max_norm, (_, norms, _) = one_process(case)
         assert min(norms) < max_norm < max(norms)
+
+
+def test_norm_of_large_gradients_is_exact(script):
+    """torch's own norm in float32 on CPU is off by 1e-5 for a million elements, and by 1e-3 for 28 million."""
+    layer = torch.nn.Linear(2000, 2000)
+    for parameter in layer.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 1e-3
+    exact = torch.sqrt(sum(parameter.grad.double().square().sum() for parameter in layer.parameters()))
+    norm = script.reduce_loss_and_norm(torch.zeros(()), layer, None)[1]
+    assert relative(norm, exact) < 1e-12
+    assert relative(torch.nn.utils.get_total_norm([p.grad for p in layer.parameters()]), exact) > 1e-6
