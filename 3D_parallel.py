@@ -15,6 +15,7 @@ that each of N ranks holds 1/N of the matrices. In float32 every mesh computes t
 """
 
 import contextlib
+import copy
 import functools
 import hashlib
 import io
@@ -110,7 +111,7 @@ class Config:
     warmup_steps: int = flag(20, "steps of linear warm-up; a cosine to zero follows")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm")
     seed: int = flag(0, "seed of the initial weights, of the order of the data and of dropout")
-    eval_every: int = flag(0, "evaluate on the held-out 1 %% of the data every so many steps; 0: never")
+    eval_every: int = flag(0, "evaluate on held-out data (1 %%, at most 256 sequences) every so many steps; 0: never")
     # files
     output_dir: str = flag("output", "checkpoints and metrics.jsonl go here; one directory that all machines see")
     save_every: int = flag(0, "save a checkpoint every so many steps; 0: only at the end")
@@ -307,10 +308,8 @@ def first_line(error: BaseException, limit: int = 200) -> str:
 
 
 def read_full_model(model_name: str, config: PreTrainedConfig, from_scratch: bool, seed: int) -> PreTrainedModel:
-    """The whole model on the CPU in float32, in training mode, with trained or seeded random weights.
-
-    Raises ValueError when the weights do not fill the model.
-    """
+    """The whole model on the CPU in float32, with trained or seeded random weights. Raises ValueError if some lack."""
+    config = copy.deepcopy(config)  # building a model writes its kind of attention into the config
     if from_scratch or model_name == "tiny":
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
@@ -1407,13 +1406,14 @@ def train(
 
 
 def split_data(num_tokens: int, args: Config) -> tuple[int, range]:
-    """How many sequences there are to train on, from the first, and which are held out: the last 1 %."""
+    """How many sequences there are to train on, and which are held out: the last 1 %, but no more than 256."""
     sequences = (num_tokens - 1) // args.seq_len
     if sequences < 1:
         fail(f"{args.dataset_name} has {num_tokens} tokens, too few for one sequence of --seq_len {args.seq_len}")
     if args.eval_every and sequences < 100:
         fail(f"{args.dataset_name} has only {sequences} sequences; --eval_every holds out 1 %, so it needs 100")
-    return sequences - sequences // 100, range(sequences - sequences // 100, sequences)
+    trained = sequences - min(sequences // 100, 256)  # an evaluation must stay short beside the steps
+    return trained, range(trained, sequences)
 
 
 def describe_run(args: Config, model: nn.Module, step: int, path: Path | None, num_tokens: int) -> None:

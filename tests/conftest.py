@@ -140,7 +140,10 @@ def _rank_main(rank, world_size, store, connection, task):
 
 def _script_main(environment, argv, output, before):
     """One rank of a launch of the script, as torchrun would start it, with its output in a file."""
-    os.environ.update(environment)
+    for name, value in environment.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
     torch.set_num_threads(1)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)

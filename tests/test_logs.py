@@ -1,0 +1,72 @@
+"""What a run says of itself: metrics.jsonl and wandb, on rank 0 only, and never in the way of training."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+FLAGS = ["--seq_len", 32, "--global_batch_size", 2, "--warmup_steps", 2, "--num_train_steps", 3]
+
+
+def read(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
+
+
+def test_metrics_and_evaluation_are_the_same_in_every_mesh(pool, tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"line {i} of a text\n" for i in range(800)))  # 4 sequences held out
+    rows, data = {}, ["--dataset_name", tmp_path / "text.txt", "--eval_every", 2]
+    for ranks, mesh in [(0, []), (4, ["--tp_size", 2, "--cp_size", 2])]:
+        launch = pool.launch(ranks, *FLAGS, *mesh, *data, "--output_dir", tmp_path / str(ranks))
+        assert not any(launch.codes), launch.outputs
+        rows[ranks] = read(tmp_path / str(ranks))
+    for one, four in zip(rows[0], rows[4]):
+        assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second"} <= one.keys()
+        for key in one.keys() - {"tokens_per_second"}:
+            assert four[key] == pytest.approx(one[key], rel=1e-5), key
+    assert [row["tokens"] for row in rows[0]] == [64, 128, 192]
+    assert [row["step"] for row in rows[0] if "eval_loss" in row] == [2]
+
+
+def test_a_new_run_keeps_the_old_metrics_under_another_name(pool, tmp_path):
+    for seed in (1, 2):
+        assert pool.launch(1, *FLAGS, "--seed", seed, "--output_dir", tmp_path).codes == [0]
+    [old] = [path.name for path in tmp_path.glob("metrics_*.jsonl")]
+    assert len(read(tmp_path)) == len(read(tmp_path, old)) == 3
+    assert read(tmp_path)[0]["loss"] != read(tmp_path, old)[0]["loss"]
+
+
+def test_wandb_runs_offline_where_there_is_no_key(pool, tmp_path):
+    env = {"WANDB_MODE": None, "WANDB_API_KEY": None, "NETRC": str(tmp_path / "none"), "HOME": str(tmp_path)}
+    launch = pool.launch(2, *FLAGS, "--dp_size", 2, "--output_dir", tmp_path, env=env)
+    assert launch.codes == [0, 0], launch.outputs
+    [run] = (tmp_path / "wandb").glob("offline-run-*")
+    assert list(run.glob("*.wandb")), "rank 0, and no other, writes a run"
+
+
+def break_wandb():
+    import wandb
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("wandb has a bad day")
+
+    wandb.init = fail
+
+
+def test_a_failing_wandb_never_stops_training(pool, tmp_path):
+    env = {"WANDB_MODE": "offline"}
+    launch = pool.launch(1, *FLAGS, "--output_dir", tmp_path, env=env, before=break_wandb)
+    assert launch.codes == [0] and "wandb is off: wandb has a bad day" in launch.outputs[0], launch.outputs[0]
+    assert len(read(tmp_path)) == 3
+
+
+def refuse_wandb():
+    import sys
+
+    sys.modules["wandb"] = None  # an import of it now raises
+
+
+def test_wandb_disabled_is_not_imported(pool, tmp_path):
+    flags = [*FLAGS, "--output_dir", tmp_path, "--wandb_mode", "disabled"]
+    launch = pool.launch(1, *flags, env={"WANDB_MODE": None}, before=refuse_wandb)
+    assert launch.codes == [0] and "wandb is off" not in launch.outputs[0], launch.outputs[0]
