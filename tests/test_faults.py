@@ -253,7 +253,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_in_a_save_keeps_the_older_checkpoint(pool, tmp_path, fault):
     before, code, sentence = FAULTS[fault]
-    flags = [*FLAGS, "--output_dir", tmp_path, "--num_train_steps", 6, "--save_every", 2, "--timeout", 10]
+    flags = [*FLAGS, "--output_dir", tmp_path, "--num_train_steps", 6, "--save_every", 2, "--timeout", 6]
     launch = pool.launch(2, *flags, before=before, timeout=90)
     output = "\n".join(launch.outputs)
     assert all(launch.codes) if code is None else launch.codes == [code, code], (launch.codes, output)
@@ -268,7 +268,7 @@ def test_fault_in_a_save_keeps_the_older_checkpoint(pool, tmp_path, fault):
 @pytest.mark.parametrize("action", ["raises", "stops"])
 def test_fault_on_one_rank_ends_all(pool, tmp_path, action):
     """In the middle of a step, where the ranks of the mesh's own groups wait for each other."""
-    flags = [*FLAGS, "--output_dir", tmp_path, "--num_train_steps", 50, "--timeout", 10]
+    flags = [*FLAGS, "--output_dir", tmp_path, "--num_train_steps", 50, "--timeout", 6]
     before = {"raises": rank_1_raises_in_training, "stops": rank_1_stops_in_training}[action]
     launch = pool.launch(2, *flags, before=before, timeout=90)
     assert all(launch.codes) and launch.seconds < 60, (launch.codes, launch.outputs)
