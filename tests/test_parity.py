@@ -160,3 +160,19 @@ def test_bfloat16_computes_in_it_and_keeps_float32_state(pool):
         assert relative(losses, expected) < 5e-3, f"{sizes}: {losses}, float32: {expected}"
         assert relative(losses, expected) > 1e-7, "that was no bfloat16"
         assert seen == [(torch.bfloat16, torch.bfloat16)] and dtypes == {torch.float32}, (sizes, seen, dtypes)
+
+
+def bypass_context_parallel_attention():
+    """As a model would that does not ask Transformers for its attention function."""
+    import transformers
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    register = transformers.AttentionInterface.register
+    transformers.AttentionInterface.register = lambda key, function: register(key, sdpa_attention_forward)
+
+
+def test_a_layer_that_sees_only_its_shard_is_refused(pool, tmp_path):
+    flags = ["--seq_len", 32, "--num_train_steps", 3, "--cp_size", 2, "--output_dir", tmp_path]
+    launch = pool.launch(2, *flags, before=bypass_context_parallel_attention)
+    assert launch.codes == [2, 2], launch.outputs
+    assert "0 of 3 layers ran context-parallel attention" in launch.outputs[0]
