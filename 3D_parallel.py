@@ -312,10 +312,9 @@ def read_full_model(model_name: str, config: PreTrainedConfig, from_scratch: boo
     config = copy.deepcopy(config)  # building a model writes its kind of attention into the config
     if from_scratch or model_name == "tiny":
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
-    model, info = AutoModelForCausalLM.from_pretrained(
-        model_name, config=config, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
-    )
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    model, info = AutoModelForCausalLM.from_pretrained(model_name, **options)
     if missing := info["missing_keys"]:
         raise ValueError(f"they lack {len(missing)} tensors, {min(missing)} among them")
     return model.train()
@@ -518,22 +517,23 @@ def apply_fsdp(model: PreTrainedModel, fsdp_mesh: DeviceMesh, *, dtype: torch.dt
 
 def build_model(config: PreTrainedConfig, mesh: DeviceMesh | None, device: str, dtype: torch.dtype) -> PreTrainedModel:
     """The model without storage, cut by the plans: tensor parallel, then FSDP. Refuses what the mesh cannot express."""
-    cp = mesh["cp"].size() if mesh is not None else 1
-    attention = "context_parallel" if cp > 1 else "sdpa"
+    # one rank of cp and tp takes what Transformers takes; under tp its mask must not be needed, so it must be sdpa
+    cp, tp = (mesh["cp"].size(), mesh["tp"].size()) if mesh is not None else (1, 1)
+    attention = "context_parallel" if cp > 1 else "sdpa" if tp > 1 else None
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).train()
     except ValueError as error:  # a family that does not take another attention
-        fail(f"{config.model_type} cannot run {attention} attention: {first_line(error)}")
+        fail(f"{config.model_type} cannot run {attention} attention, cp and tp 1 would work: {first_line(error, 80)}")
     if cp > 1 and any(name.endswith("sinks") for name, _ in model.named_parameters()):
         fail(f"{config.model_type} has attention sinks, which cp_size {cp} cannot express; cp_size 1 would work")
     if mesh is None and dtype != torch.float32:
         # with no FSDP to cast the weights of each layer, autocast casts them for each operator
         model.forward = torch.autocast(device, dtype)(model.forward)
     if mesh is not None:
-        if mesh["tp"].size() > 1:
+        if tp > 1:
             apply_tensor_parallel(model, mesh["tp"])
-        apply_fsdp(model, fsdp_axis(mesh), dtype=dtype, tp_size=mesh["tp"].size())
+        apply_fsdp(model, fsdp_axis(mesh), dtype=dtype, tp_size=tp)
     return model
 
 
@@ -610,12 +610,8 @@ def context_parallel_attention(cp_mesh: DeviceMesh) -> Callable:
         **kwargs,
     ) -> tuple[Tensor, None]:
         attention.calls += 1
-        asked = {
-            "a mask": attention_mask is not None,
-            "dropout": dropout,
-            "not causal": not getattr(module, "is_causal", True),
-        }
-        asked |= {"softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux") is not None}
+        asked = {"a mask": attention_mask is not None, "dropout": dropout, "softcap": kwargs.get("softcap")}
+        asked |= {"sinks": kwargs.get("s_aux") is not None, "not causal": not getattr(module, "is_causal", True)}
         asked["a window"] = (kwargs.get("sliding_window") or math.inf) < query.shape[2] * cp_size
         if any(asked.values()):  # check_attention has refused what it knows; this is for models that it does not know
             raise ValueError(f"context-parallel attention got {', '.join(k for k, v in asked.items() if v)}")
@@ -689,6 +685,8 @@ def read_documents(dataset_name: str, text_column: str) -> tuple[str, Iterator[l
     elif Path(dataset_name).suffix in (".jsonl", ".json", ".parquet"):
         kind = "parquet" if dataset_name.endswith(".parquet") else "json"
         data = datasets.load_dataset(kind, data_files=dataset_name, split="train")
+    elif Path(dataset_name).is_file():
+        raise ValueError("the name of a file must end in .txt, .jsonl, .json or .parquet")
     else:
         data = datasets.load_dataset(dataset_name, split="train")
     if text_column not in data.column_names:
@@ -799,9 +797,8 @@ def shard_batch(
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """The sum of the cross entropy over all labels that are not -100, in float32, without a gradient scale.
 
-    Args:
-        logits: (B, S, V), a tensor, or a DTensor split over V inside `loss_parallel`, which then is never gathered.
-        labels: (B, S), already shifted.
+    `logits` (B, S, V) may be a DTensor split over V, inside `loss_parallel`: it is never gathered. `labels` are (B, S),
+    already shifted.
     """
     loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
     return loss.to_local() if isinstance(loss, DTensor) else loss
@@ -950,7 +947,7 @@ def prune_checkpoints(output_dir: Path, run: str, keep_last: int) -> None:
     ours = [path for path, manifest in list_checkpoints(output_dir) if manifest and manifest["run"] == run]
     for path in ours[keep_last:]:
         discard(path)
-    for path in itertools.chain(output_dir.glob(".removed_checkpoint_*"), output_dir.glob(".tmp_checkpoint_*")):
+    for path in itertools.chain(output_dir.glob(".removed_checkpoint_*"), output_dir.glob(f".tmp_checkpoint_*_{run}")):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -978,12 +975,10 @@ def save_checkpoint(
     Each rank writes its own shards into a hidden directory; when all have, rank 0 adds a manifest and renames it into
     place. If anything fails, all ranks end with one sentence, and older checkpoints are as they were.
 
-    Args:
-        sizes: the mesh, {"tp": ..., "dp": ..., "cp": ...}.
-        train_state: "run", "step", "tokens"; goes into the manifest.
+    `sizes` is {"tp": ..., "dp": ..., "cp": ...}; `train_state` ("run", "step", "tokens") goes into the manifest.
     """
     final = output_dir / "checkpoint_tp{tp}_dp{dp}_cp{cp}".format(**sizes)
-    temporary = output_dir / f".tmp_{final.name}"
+    temporary = output_dir / f".tmp_{final.name}_{train_state['run']}"
     problem, is_main, failed = None, get_rank() == 0, f"step {train_state['step']} could not be saved"
     if is_main:
         try:
@@ -1014,7 +1009,7 @@ def save_checkpoint(
 
     if is_main:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        origin = {**sizes, "device": device.type, "saved": time.time()}
+        origin = {**sizes, "device": device.type, "model_type": model.config.model_type, "saved": time.time()}
         manifest = {"format": FORMAT, **train_state, **origin, **versions, "files": all_files}
         try:
             commit_checkpoint(temporary, final, manifest)
@@ -1148,12 +1143,10 @@ def load_checkpoint(
     try:
         reader = SafeReader(path)
         saved = reader.read_metadata().state_dict_metadata
-        for name, tensor in get_model_state_dict(model).items():
-            entry = saved.get(f"app.model.{name}")
-            if entry is None or tuple(entry.size) != tuple(tensor.shape):
-                shape = "lacks it" if entry is None else f"has {tuple(entry.size)}"
-                problem = f"{path} is of another model: {name} is {tuple(tensor.shape)} here, the checkpoint {shape}"
-                break
+        here = {name: tuple(tensor.shape) for name, tensor in get_model_state_dict(model).items()}
+        there = {k.removeprefix("app.model."): tuple(v.size) for k, v in saved.items() if k.startswith("app.model.")}
+        for name in sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))[:1]:
+            problem = f"{path} is of another model: {name} is {there.get(name)} there and {here.get(name)} here"
     except Exception as error:  # a damaged pickle raises all kinds
         problem = f"{path}/.metadata cannot be read ({first_line(error)})"
     agree(problem)
@@ -1286,10 +1279,10 @@ def held_out_batches(
         yield shard_batch(inputs, labels, mesh, args.micro_batch_size, device)
 
 
-def open_metrics(output_dir: Path, resumed: bool) -> Any:
-    """metrics.jsonl, opened to append; a new run first renames what another run has left. Rank 0 only."""
+def open_metrics(output_dir: Path, run: str) -> Any:
+    """metrics.jsonl, opened to append; what another run has left there is first renamed. Rank 0 only."""
     path = output_dir / "metrics.jsonl"
-    if path.exists() and not resumed:
+    if path.exists() and f'"run": "{run}"' not in path.open().readline():
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
         os.rename(path, path.with_name(f"metrics_{stamp}_{uuid.uuid4().hex[:4]}.jsonl"))
     return path.open("a")
@@ -1317,13 +1310,15 @@ def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path
 
 def resume_command(args: Config, argv: list[str]) -> str:
     """The command that goes on from this run's last checkpoint for as many steps again."""
-    replaced = r" --(resume|num[_-]train[_-]steps)[ =]('[^']*'|\S+)"
+    replaced = r" --(resume|num[_-]train[_-]steps|[tdc]p[_-]size)[ =]('[^']*'|\S+)"
     kept = re.sub(replaced, "", f" {shlex.join(argv)}")
     launcher = os.environ.get("LAUNCHED_AS")
     if not launcher:
         processes = os.environ.get("LOCAL_WORLD_SIZE")
         launcher = f"torchrun --standalone --nproc_per_node {processes}" if processes else "python"
-        launcher += f" {shlex.quote(sys.argv[0])}"
+        launcher += (
+            f" {shlex.quote(sys.argv[0])} --tp_size {args.tp_size} --dp_size {args.dp_size} --cp_size {args.cp_size}"
+        )
     return f"{launcher}{kept} --resume auto --num_train_steps {2 * args.num_train_steps}"
 
 
@@ -1359,7 +1354,7 @@ def train(
 ) -> Path | None:
     """The training loop, from train_state["step"] to the last step. Logs on rank 0. Returns the last checkpoint."""
     is_main, path, output_dir = get_rank() == 0, None, Path(args.output_dir)
-    metrics = open_metrics(output_dir, resumed=train_state["step"] > 0) if is_main else None
+    metrics = open_metrics(output_dir, train_state["run"]) if is_main else None
     wandb_run = start_wandb(args.wandb_mode, asdict(args), train_state["run"], output_dir) if is_main else None
     (sequences, held_out), first_step = split, train_state["step"] + 1
     bar = tqdm(total=args.num_train_steps, initial=first_step - 1, disable=not is_main, unit="step")
@@ -1385,7 +1380,7 @@ def train(
         train_state |= {"step": step, "tokens": train_state["tokens"] + inputs.numel()}
 
         entry = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": train_state["tokens"]}
-        entry["tokens_per_second"] = inputs.numel() / (time.perf_counter() - started)
+        entry |= {"tokens_per_second": inputs.numel() / (time.perf_counter() - started), "run": train_state["run"]}
         if args.eval_every and step % args.eval_every == 0:
             entry["eval_loss"] = evaluate(model, held_out_batches(tokens, held_out, args, mesh, device), mesh)
         if is_main:
@@ -1426,7 +1421,9 @@ def describe_run(args: Config, model: nn.Module, step: int, path: Path | None, n
         f"{args.model_name}: {parameters:,} parameters, {state / 2**20:,.1f} MiB a rank with gradients and AdamW state",
         f"{batch}, in micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size} a rank",
         f"data: {num_tokens:,} tokens",
-        f"from {path}, step {step}" if path else "from step 0",
+        f"from {path}, step {step}{', nothing left to train' * (step >= args.num_train_steps)}"
+        if path
+        else "from step 0",
     ]
     print(" | ".join(parts), flush=True)
 
@@ -1458,6 +1455,10 @@ def main(argv: list[str]) -> None:
 
     # 3, 5, 4: config, tokenizer, attention, and the model as it is cut, still without storage
     config, tokenizer = load_config_and_tokenizer(args.model_name)
+    if manifest is not None and manifest.get("model_type") != config.model_type:
+        fail(
+            f"{path} holds a {manifest.get('model_type')}, but --model_name {args.model_name} is a {config.model_type}"
+        )
     check_attention(config, args.seq_len, args.cp_size, args.tp_size)
     attention = context_parallel_attention(mesh["cp"]) if args.cp_size > 1 else None
     if attention is not None:

@@ -309,3 +309,15 @@ def test_bad_runs(pool, inputs, tmp_path, case, ranks):
     sentence = only_sentence(launch.outputs, case.argv)
     assert re.search(case.match, sentence), sentence
     assert launch.seconds < 30, f"{launch.seconds:.0f} s"
+
+
+def test_the_printed_command_keeps_flags_and_mesh(script, as_rank, monkeypatch):
+    as_rank(2, LOCAL_WORLD_SIZE="2", TP_SIZE="2")
+    monkeypatch.delenv("LAUNCHED_AS", raising=False)
+    monkeypatch.setattr(script.sys, "argv", ["3D_parallel.py"])
+    argv = ["--resume=auto", "--num_train_steps", "7", "--output_dir", "a b", "--tp-size", "2"]
+    command = script.resume_command(script.parse_arguments(argv), argv)
+    assert command == (
+        "torchrun --standalone --nproc_per_node 2 3D_parallel.py --tp_size 2 --dp_size 1 --cp_size 1 "
+        "--output_dir 'a b' --resume auto --num_train_steps 14"
+    )

@@ -165,10 +165,18 @@ def test_checksums_can_be_turned_off_sizes_cannot(script, tmp_path):
 
 
 def test_another_models_checkpoint_is_refused_by_name(script, tmp_path, capsys):
+    """More layers or fewer: a layer of the checkpoint that the model does not have must not be dropped in silence."""
     path = save_step(script, tmp_path, 1)
-    other = make_model(make_config("llama", num_hidden_layers=2))
+    two_layers = make_model(make_config("llama", num_hidden_layers=2))
     with pytest.raises(SystemExit):
-        script.load_checkpoint(path, other)
+        script.load_checkpoint(path, two_layers)
+    assert "of another model: model.layers.1" in capsys.readouterr().err
+    optimizer = torch.optim.AdamW(two_layers.parameters())
+    state = {"run": "run", "step": 2, "tokens": 0}
+    options = {"sizes": SIZES, "train_state": state, "tokenizer": None, "keep_last": 2, "device": CPU}
+    path = script.save_checkpoint(tmp_path, two_layers, optimizer, **options)
+    with pytest.raises(SystemExit):
+        script.load_checkpoint(path, small_model())
     assert "of another model: model.layers.1" in capsys.readouterr().err
 
 

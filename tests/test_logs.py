@@ -22,7 +22,7 @@ def test_metrics_and_evaluation_are_the_same_in_every_mesh(pool, tmp_path):
         rows[ranks] = read(tmp_path / str(ranks))
     for one, four in zip(rows[0], rows[4]):
         assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second"} <= one.keys()
-        for key in one.keys() - {"tokens_per_second"}:
+        for key in one.keys() - {"tokens_per_second", "run"}:
             assert four[key] == pytest.approx(one[key], rel=1e-5), key
     assert [row["tokens"] for row in rows[0]] == [64, 128, 192]
     assert [row["step"] for row in rows[0] if "eval_loss" in row] == [2]
@@ -34,6 +34,15 @@ def test_a_new_run_keeps_the_old_metrics_under_another_name(pool, tmp_path):
     [old] = [path.name for path in tmp_path.glob("metrics_*.jsonl")]
     assert len(read(tmp_path)) == len(read(tmp_path, old)) == 3
     assert read(tmp_path)[0]["loss"] != read(tmp_path, old)[0]["loss"]
+
+
+def test_a_run_resumed_in_another_runs_directory_does_not_go_on_in_its_metrics(pool, tmp_path):
+    for name, seed in (("a", 1), ("b", 2)):
+        assert pool.launch(1, *FLAGS, "--seed", seed, "--output_dir", tmp_path / name).codes == [0]
+    resume = ["--resume", tmp_path / "a" / "checkpoint_tp1_dp1_cp1", "--output_dir", tmp_path / "b"]
+    assert pool.launch(1, *FLAGS, *resume, "--num_train_steps", 4).codes == [0]
+    assert [row["step"] for row in read(tmp_path / "b")] == [4]
+    assert len(list((tmp_path / "b").glob("metrics_*.jsonl"))) == 1
 
 
 def test_wandb_runs_offline_where_there_is_no_key(pool, tmp_path):
