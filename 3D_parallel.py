@@ -106,7 +106,7 @@ class Config:
     )
     micro_batch_size: int | None = flag(None, "sequences in one forward of one rank; default: all of its share")
     num_train_steps: int = flag(300, "steps of the whole run, resumed parts included")
-    learning_rate: float | None = flag(None, "peak learning rate, also on resume; default: 8e-3 for tiny, else 5e-5")
+    learning_rate: float | None = flag(None, "peak learning rate, also on resume; default: 4e-3 for tiny, else 5e-5")
     weight_decay: float = flag(0.1, "AdamW weight decay, on matrices only; on resume the flag holds")
     warmup_steps: int = flag(20, "steps of linear warm-up; a cosine to zero follows")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm")
@@ -144,7 +144,7 @@ def parse_arguments(argv: list[str]) -> Config:
     if args.dp_size is None:
         args.dp_size = max(1, world_size // max(1, args.tp_size * args.cp_size))
     if args.learning_rate is None:
-        args.learning_rate = 8e-3 if args.model_name == "tiny" else 5e-5
+        args.learning_rate = 4e-3 if args.model_name == "tiny" else 5e-5
     at_least_1 = "tp_size cp_size dp_size seq_len global_batch_size micro_batch_size num_train_steps timeout keep_last"
     for name in at_least_1.split():
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -1311,7 +1311,7 @@ def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path
 def resume_command(args: Config, argv: list[str]) -> str:
     """The command that goes on from this run's last checkpoint for as many steps again."""
     replaced = r" --(resume|num[_-]train[_-]steps|[tdc]p[_-]size)[ =]('[^']*'|\S+)"
-    kept = re.sub(replaced, "", f" {shlex.join(argv)}")
+    kept = re.sub(replaced, "", "".join(f" {shlex.quote(word)}" for word in argv))
     launcher = os.environ.get("LAUNCHED_AS")
     if not launcher:
         processes = os.environ.get("LOCAL_WORLD_SIZE")
