@@ -117,7 +117,7 @@ def test_defaults(script, as_rank):
     args = script.parse_arguments([])
     assert (args.tp_size, args.dp_size, args.cp_size) == (1, 1, 1)
     assert args.micro_batch_size == args.global_batch_size == 8
-    assert (args.model_name, args.learning_rate) == ("tiny", 8e-3)
+    assert (args.model_name, args.learning_rate) == ("tiny", 4e-3)
     assert script.parse_arguments(["--model_name", "folder"]).learning_rate == 5e-5
 
 
