@@ -247,7 +247,7 @@ def frozen_unused_and_tied(sizes, folder):
     assert train(model, optimizer, mesh, 2, 4) == expected_losses
     assert not any("norm.weight" in key and "model.norm" in key for key in expected if key.startswith("optim"))
     # a model alone comes out of the same checkpoint, with no optimizer at hand
-    other, _ = shard_model(make_model(make_config("llama", 512, True), seed=3), sizes)
+    other, _ = shard_model(make_model(make_config(**(CONFIG | {"vocab": 512, "tied": True})), seed=3), sizes)
     script.load_checkpoint(path, other)
     return all(
         torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(other.parameters(), make_loaded(path, make))
