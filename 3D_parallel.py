@@ -22,19 +22,20 @@ import io
 import itertools
 import json
 import math
-import netrc
 import os
 import pickle
 import re
 import shlex
 import shutil
+import signal
 import sys
 import sysconfig
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -47,34 +48,30 @@ for package, lowest, below in (("torch", (2, 11), (2, 16)), ("transformers", (5,
         needed = "{}.{} or later, below {}.{}".format(*lowest, *below)
         raise SystemExit(f"3D_parallel.py: error: {package} {version(package)} will not do, it takes {needed}")
 
+import filelock  # comes with torch
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, parallel
 from torch.nn.attention.bias import causal_lower_right
+from torch.optim import Optimizer
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+Batch = dict[str, Tensor]  # "input_ids", "position_ids" and "labels", (B, S) each
 
 
 # ---- 1 configuration -------------------------------------------------------------------------------------------------
@@ -91,6 +88,7 @@ class Config:
     # model
     model_name: str = flag("tiny", "'tiny', a hub id, or a folder with config.json and weights")
     from_scratch: bool = flag(False, "random weights from the model's config instead of its trained ones")
+    init_from: str | None = flag(None, "start from these weights: a checkpoint of any mesh, or a Transformers folder")
     dtype: Literal["float32", "bfloat16"] = flag("float32", "compute in this; parameters and optimizer stay float32")
     # data
     dataset_name: str = flag("stdlib", "'stdlib' (Python's own source), a hub id, or a .txt/.jsonl/.parquet file")
@@ -101,9 +99,7 @@ class Config:
     dp_size: int | None = flag(None, "data-parallel ranks; default: $DP_SIZE, or what tp and cp leave")
     cp_size: int | None = flag(None, "context-parallel ranks; default: $CP_SIZE, or 1")
     # training
-    global_batch_size: int | None = flag(
-        None, "sequences in a step, over all ranks; default: 8, or the next that dp divides"
-    )
+    global_batch_size: int | None = flag(None, "sequences in a step, over all ranks; default: 8, or what dp divides")
     micro_batch_size: int | None = flag(None, "sequences in one forward of one rank; default: all of its share")
     num_train_steps: int = flag(300, "steps of the whole run, resumed parts included")
     learning_rate: float | None = flag(None, "peak learning rate, also on resume; default: 4e-3 for tiny, else 5e-5")
@@ -117,6 +113,9 @@ class Config:
     save_every: int = flag(0, "save a checkpoint every so many steps; 0: only at the end")
     keep_last: int = flag(2, "how many checkpoints of this run to keep")
     resume: str = flag("never", "'never', 'auto' (the newest good checkpoint in output_dir), or a checkpoint's path")
+    async_save: bool = flag(False, "write checkpoints while training goes on; needs host memory for one more shard")
+    export_dir: str | None = flag(None, "turn the checkpoint that --resume names into a Transformers folder, and end")
+    export_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", "the dtype of that folder's weights")
     verify_checksums: bool = flag(True, "on resume, compare the checksum of each file; sizes are always compared")
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = flag("auto", "auto: online where there is a key")
     # machine
@@ -155,12 +154,21 @@ def parse_arguments(argv: list[str]) -> Config:
     if args.max_grad_norm == 0:
         fail("--max_grad_norm 0 would erase every gradient; a large value such as 1e9 turns clipping off")
 
+    if args.init_from is not None and args.from_scratch:
+        fail(f"--init_from {args.init_from} and --from_scratch exclude each other; give one of them")
+    if args.export_dir is not None:
+        folder = Path(args.export_dir)
+        if world_size > 1 or args.resume == "never":
+            fail("--export_dir takes one process and a checkpoint: plain python with --resume PATH or auto")
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            fail(f"--export_dir {folder} exists already; give a new directory")
+        return args
+
     tp, dp, cp = args.tp_size, args.dp_size, args.cp_size
-    if tp * dp * cp != world_size:
-        fail(
-            f"tp_size {tp} x dp_size {dp} x cp_size {cp} needs {tp * dp * cp} processes, but there "
-            f"{'is 1' if world_size == 1 else f'are {world_size}'}; launch with --nproc_per_node {tp * dp * cp}"
-        )
+    if (needed := tp * dp * cp) != world_size:
+        there = "is 1" if world_size == 1 else f"are {world_size}"
+        works = f"launch with --nproc_per_node {needed}"
+        fail(f"tp_size {tp} x dp_size {dp} x cp_size {cp} needs {needed} processes, but there {there}; {works}")
     args.global_batch_size = args.global_batch_size or math.ceil(8 / dp) * dp
     if args.global_batch_size % dp:
         works = math.ceil(args.global_batch_size / dp) * dp
@@ -182,34 +190,25 @@ def parse_arguments(argv: list[str]) -> Config:
 
 
 def start_process_group(device: str, timeout_s: int) -> torch.device:
-    """Choose this rank's device and, when launched by torchrun, join the process group.
-
-    One GPU a rank with NCCL, or gloo on CPU. A CUDA run has gloo beside NCCL, for objects that live on the host.
-    """
+    """Choose this rank's device and, when launched by torchrun, join the process group: gloo, or NCCL and gloo."""
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda, but this machine has no GPU that torch can use; --device cpu would work")
     if device == "cpu" or not torch.cuda.is_available():
         chosen, backend = torch.device("cpu"), "gloo"
     else:
-        if local_size > torch.cuda.device_count():
-            gpus = torch.cuda.device_count()
+        if local_size > (gpus := torch.cuda.device_count()):
             fail(f"{local_size} ranks on a machine with {gpus} GPUs: start one rank a GPU, or add --device cpu")
         chosen, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(chosen)
-    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what DCP tells one process at each save
-    else:
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         device_id = chosen if chosen.type == "cuda" else None
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device_id)
     return chosen
 
 
 def build_mesh(device_type: str, *, dp: int, cp: int, tp: int, timeout_s: int = 600) -> DeviceMesh:
-    """The dp x cp x tp device mesh.
-
-    tp is innermost: its traffic is the most frequent, and neighbouring ranks share the fastest link.
-    """
+    """The dp x cp x tp device mesh. tp is innermost: its traffic is the most frequent, and takes the fastest links."""
     mesh = init_device_mesh(device_type, (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
     # private: the groups of a mesh have torch's own timeouts, 10 to 30 minutes, and there is no public way to set one
     for group in (*mesh.get_all_groups(), fsdp_axis(mesh).get_group()):
@@ -227,7 +226,7 @@ def get_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     """The value of every rank, in the order of ranks, on every rank. A collective."""
     if not dist.is_initialized():
         return [value]
@@ -236,16 +235,39 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return values
 
 
-def patient_group() -> dist.ProcessGroup | None:
-    """A group for waits of hours, while one rank reads, downloads or tokenizes; None for one process. A collective."""
-    return dist.new_group(backend="gloo", timeout=timedelta(days=2)) if dist.is_initialized() else None
+def host_group(timeout_s: float) -> ProcessGroup | None:
+    """A gloo group of all ranks with a timeout of its own; None for one process. A collective."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if dist.is_initialized() else None
 
 
-def agree(problem: str | None, group: dist.ProcessGroup | None = None) -> None:
-    """End all ranks with one sentence if any of them has a problem. A collective."""
-    problems = [p for p in gather_objects(problem, group) if p]
-    if problems:
+def any_rank(flag: bool) -> bool:
+    """Whether it is so on any rank. A collective, on the host."""
+    vote = torch.tensor(float(flag))
+    if dist.is_initialized():
+        dist.all_reduce(vote)
+    return vote.item() > 0
+
+
+@contextlib.contextmanager
+def on_all_ranks(what_fails: str, group: ProcessGroup | None = None) -> Iterator[None]:
+    """End all ranks with one sentence if the block raises on any of them. A collective where the block ends."""
+    problem = None
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        problem = f"{what_fails}: {first_line(error)}"
+    if problems := [p for p in gather_objects(problem, group) if p]:
         fail(problems[0])
+
+
+def first_line(error: BaseException, limit: int = 200) -> str:
+    # the reason lies deeper: DCP raises what all ranks have raised, the datasets library hides it in the cause
+    failures = getattr(error, "failures", None)
+    error = next(iter(failures.values()))[0] if failures else error.__cause__ or error
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if "unexpected pos" in text:
+        text = "no space left on the device"  # this is how a full disk shows up in torch
+    return text if len(text) <= limit else text[:limit] + "..."
 
 
 # ---- 3 model ---------------------------------------------------------------------------------------------------------
@@ -253,19 +275,10 @@ def agree(problem: str | None, group: dist.ProcessGroup | None = None) -> None:
 
 def tiny_config() -> transformers.LlamaConfig:
     """A Llama of 0.6 million parameters that learns to spell Python in a minute on two cores."""
-    return transformers.LlamaConfig(
-        vocab_size=320,  # 256 bytes and the end of a document, rounded up to a multiple of 64
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=256,
-        pad_token_id=None,
-    )
+    # 256 bytes and the end of a document, rounded up to a multiple of 64
+    tokens = {"vocab_size": 320, "bos_token_id": None, "eos_token_id": 256, "tie_word_embeddings": True}
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "max_position_embeddings": 8192}
+    return transformers.LlamaConfig(**tokens, **sizes, num_attention_heads=8, num_key_value_heads=4)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
@@ -283,28 +296,17 @@ def load_config_and_tokenizer(model_name: str) -> tuple[PreTrainedConfig, PreTra
     """The model's config and tokenizer, from the script itself, a folder, or the hub."""
     if model_name == "tiny":
         return tiny_config(), byte_tokenizer()
-    problem, config, tokenizer = None, None, None
-    try:
+    works = "give 'tiny', a model's folder, or a hub id that can be reached"
+    with on_all_ranks(f"the config of --model_name {model_name} cannot be read, {works}"):
         config = transformers.AutoConfig.from_pretrained(model_name)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
-    except Exception as error:  # the hub, the files and the parsers raise all kinds
-        what = f"the {'tokenizer' if config else 'config'} of --model_name {model_name} cannot be read"
-        problem = f"{what} ({first_line(error)}); give 'tiny', a model's folder, or a hub id that can be reached"
-    agree(problem)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         fail(f"--model_name {model_name} is a {config.model_type}, which Transformers does not list as a causal LM")
+    with on_all_ranks(f"the tokenizer of --model_name {model_name} cannot be read, {works}"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
     vocab_size, tokens = config.get_text_config().vocab_size, max(tokenizer.get_vocab().values()) + 1
     if tokens > vocab_size:
         fail(f"the tokenizer of {model_name} has {tokens} tokens, more than its vocab_size {vocab_size}")
     return config, tokenizer
-
-
-def first_line(error: BaseException, limit: int = 200) -> str:
-    # the reason lies deeper: DCP raises what all ranks have raised, the datasets library hides it in the cause
-    failures = getattr(error, "failures", None)
-    error = next(iter(failures.values()))[0] if failures else error.__cause__ or error
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return text if len(text) <= limit else text[:limit] + "..."
 
 
 def read_full_model(model_name: str, config: PreTrainedConfig, from_scratch: bool, seed: int) -> PreTrainedModel:
@@ -320,25 +322,14 @@ def read_full_model(model_name: str, config: PreTrainedConfig, from_scratch: boo
     return model.train()
 
 
-def materialize(model: PreTrainedModel, device: torch.device) -> None:
-    """Give a sharded meta model its storage: only this rank's shards. Parameters hold garbage, buffers their values."""
-    model.to_empty(device=device)
-    model.tie_weights()  # to_empty gave each name of a tied parameter a tensor of its own
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # transformers' own mark: what bears it is not initialized again
-    model.initialize_weights()  # so this fills the buffers that no file holds, such as rotary frequencies
-
-
 @torch.no_grad()
 def copy_full_weights(model: nn.Module, tensors: dict[str, Tensor], device: torch.device) -> None:
     """Copy rank 0's full tensors (empty on the others) into the shards of all ranks, one at a time. A collective."""
     persistent = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
     for name, target in itertools.chain(model.named_parameters(), buffers):
-        if get_rank() == 0:
-            full = tensors.pop(name).to(device=device, dtype=target.dtype)
-        else:
-            full = torch.empty(target.shape, dtype=target.dtype, device=device)
+        full = tensors.pop(name) if get_rank() == 0 else torch.empty(target.shape, device=device)
+        full = full.to(device=device, dtype=target.dtype)
         if dist.is_initialized():
             dist.broadcast(full, src=0)
         if isinstance(target, DTensor):
@@ -356,6 +347,17 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda module: sum(p.numel() for p in module.parameters()))
 
 
+# a style of Transformers' `tp_plan`, and what it becomes; (B, S, H) is whole inside a block and (B, S/tp, H) outside
+TP_STYLES = {
+    "colwise": parallel.ColwiseParallel(),
+    "colwise_gather_output": parallel.ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": parallel.RowwiseParallel(output_layouts=Shard(1)),
+    "rowwise_split_input": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    # q_norm and k_norm see (B, S, heads/tp, D): their gradient is a sum over the heads of all ranks
+    "replicated_with_grad_allreduce": parallel.SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+
+
 def plan_pattern(name: str) -> str:
     """The way Transformers writes a module's name in a plan: each index becomes a star."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
@@ -368,8 +370,7 @@ def check_tensor_parallel(model: PreTrainedModel, styles: dict[str, str | None],
     in_layers = {name: style for name, style in styles.items() if style and ".*" in plan_pattern(name)}
     if not any("colwise" in style for style in in_layers.values()):
         fail(f"{family} has no tensor-parallel plan for its layers in Transformers; tp_size 1 would work")
-    known = "colwise rowwise colwise_gather_output rowwise_split_input replicated_with_grad_allreduce".split()
-    if unknown := ", ".join(sorted(set(in_layers.values()) - set(known))):
+    if unknown := ", ".join(sorted(set(in_layers.values()) - TP_STYLES.keys())):
         fail(f"the tensor-parallel plan of {family} has {unknown}, which is not supported; tp_size 1 would work")
     if not isinstance(head, nn.Linear) or not isinstance(model.get_input_embeddings(), nn.Embedding):
         fail(f"{family} has no plain embedding and output head to split; tp_size 1 would work")
@@ -383,11 +384,10 @@ def check_tensor_parallel(model: PreTrainedModel, styles: dict[str, str | None],
             sizes[f"outputs of {what}"] = module.out_features
         elif style == "rowwise":
             sizes[f"inputs of {what}"] = module.in_features
+        if style == "colwise_gather_output" and "attn" in name and getattr(config, "attention_dropout", 0):
+            fail(f"each tp rank of {family} runs all heads, so attention_dropout would differ; tp_size 1 would work")
     if head.bias is not None:
         sizes["biases of the output head"] = head.out_features
-    gathered = any(style == "colwise_gather_output" and "attn" in name for name, style in in_layers.items())
-    if gathered and getattr(config, "attention_dropout", 0):
-        fail(f"each tp rank of {family} runs all heads, so attention_dropout would differ; tp_size 1 would work")
     if bad := " and ".join(f"{size} {what}" for what, size in sizes.items() if size % tp):
         common = math.gcd(*sizes.values())
         works = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
@@ -395,10 +395,7 @@ def check_tensor_parallel(model: PreTrainedModel, styles: dict[str, str | None],
 
 
 def gather_sequence(tp_mesh: DeviceMesh) -> Callable:
-    """A forward pre-hook that gathers a block's hidden states along the sequence, once for all its projections.
-
-    (B, S/tp, H) on each rank becomes a replicated DTensor (B, S, H); the gradient comes back as one reduce-scatter.
-    """
+    """A forward pre-hook: (B, S/tp, H) becomes a replicated DTensor (B, S, H), and its gradient is reduce-scattered."""
 
     def gather(hidden: Tensor) -> DTensor:
         return DTensor.from_local(hidden, tp_mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
@@ -411,24 +408,14 @@ def gather_sequence(tp_mesh: DeviceMesh) -> Callable:
     return hook
 
 
-def replicate_module(module: nn.Module, tp_mesh: DeviceMesh) -> None:
-    """Run a module alike on all tp ranks, on a replicated input: each has the whole gradient, so none is summed."""
-    distribute_module(
-        module,
-        tp_mesh,
-        input_fn=lambda _, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False),
-        output_fn=lambda _, output, mesh: output.to_local(),
-    )
-
-
 def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
     """Split the model's matrices over tp, and the sequence between its blocks, by the model's own `tp_plan`.
 
     Between blocks each rank holds (B, S/tp, H): sequence parallelism, Korthikanti et al., arXiv 2205.05198. A block
     gathers the sequence once, its last projection reduces and scatters it again. The logits stay split over the
-    vocabulary, as a DTensor for `loss_parallel`. Afterwards every parameter is a DTensor on `tp_mesh`. A model that
-    the plan cannot split is refused. The gradient of a norm's weight, of which each rank has computed the part of its
-    tokens or heads, comes out as a partial DTensor: FSDP sums it over tp before its own reduce-scatter.
+    vocabulary, as a DTensor for `loss_parallel`. Afterwards every parameter is a DTensor on `tp_mesh`. The gradient of
+    a norm's weight, of which each rank has computed the part of its tokens or heads, comes out as a partial DTensor:
+    FSDP sums it over tp before its own reduce-scatter. A model that the plan cannot split is refused.
     """
     styles = {name: model.tp_plan.get(plan_pattern(name)) for name, _ in model.named_modules()}
     check_tensor_parallel(model, styles, tp_mesh.size())
@@ -439,34 +426,29 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
     is_projection = {name for name, style in styles.items() if "colwise" in (style or "") and name != head_name}
     blocks = {name.rsplit(".", 1)[0] for name in is_projection}  # self_attn, mlp: the modules that own the projections
 
+    def from_replicated(module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+
     for name, module in list(model.named_modules()):
         if not any(True for _ in module.parameters(recurse=False)):
             continue
         style = styles[name]
         block = next((b for b in blocks if name.startswith(b + ".")), None)
         if module is embedding:
-            plan = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+            plan = parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
         elif module is head:
-            plan = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
-        elif style == "colwise":
-            plan = ColwiseParallel()
-        elif style == "colwise_gather_output":
-            plan = ColwiseParallel(output_layouts=Replicate())
-        elif style == "rowwise":
-            plan = RowwiseParallel(output_layouts=Shard(1))
-        elif style == "rowwise_split_input":
-            plan = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-        elif style == "replicated_with_grad_allreduce":
-            # q_norm and k_norm see (B, S, heads/tp, D): their gradient is a sum over the heads of all ranks
-            plan = SequenceParallel(sequence_dim=2, use_local_output=True)
+            plan = parallel.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+        elif style in TP_STYLES:
+            plan = TP_STYLES[style]
         elif block and any(styles[p] == "colwise_gather_output" for p in is_projection if p.startswith(block + ".")):
-            replicate_module(module, tp_mesh)  # a norm between projections whose outputs are whole on each rank
+            # a norm between projections whose outputs are whole: it runs alike on all ranks, no gradient is summed
+            distribute_module(module, tp_mesh, input_fn=from_replicated, output_fn=lambda _, out, mesh: out.to_local())
             continue
         elif block:
             fail(f"the tensor-parallel plan of {family} does not say how to run {name}; tp_size 1 would work")
         else:
-            plan = SequenceParallel(use_local_output=True)
-        parallelize_module(module, tp_mesh, plan)
+            plan = parallel.SequenceParallel(use_local_output=True)
+        parallel.parallelize_module(module, tp_mesh, plan)
     for block in blocks:
         model.get_submodule(block).register_forward_pre_hook(gather_sequence(tp_mesh), with_kwargs=True)
 
@@ -477,25 +459,19 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
             fail(f"no tensor-parallel rule covers {name} of {family}; tp_size 1 would work")
 
 
-def shard_dim(tp_size: int, fsdp_size: int) -> Callable[[nn.Parameter], Shard | None]:
+def shard_dim(parameter: nn.Parameter, tp_size: int, fsdp_size: int) -> Shard | None:
     """Which dimension FSDP cuts: the first, except where tp has already cut it into unequal parts.
 
     Cut twice, unequal parts have offsets that DCP writes but cannot read. So a vocabulary that tp does not divide is
     cut by FSDP along the hidden dimension instead.
     """
-
-    def placement(parameter: nn.Parameter) -> Shard | None:
-        cut_by_tp = isinstance(parameter, DTensor) and Shard(0) in parameter.placements
-        if not cut_by_tp or parameter.shape[0] % tp_size == 0 or fsdp_size == 1:
-            return None
-        rows, columns = parameter.shape
-        if columns % fsdp_size:
-            fail(
-                f"tp_size {tp_size} does not divide {rows} rows, so dp x cp = {fsdp_size} must divide {columns} columns"
-            )
-        return Shard(1)
-
-    return placement
+    cut_by_tp = isinstance(parameter, DTensor) and Shard(0) in parameter.placements
+    if not cut_by_tp or parameter.shape[0] % tp_size == 0 or fsdp_size == 1:
+        return None
+    rows, columns = parameter.shape
+    if columns % fsdp_size:
+        fail(f"tp_size {tp_size} does not divide {rows} rows, so dp x cp {fsdp_size} must divide {columns} columns")
+    return Shard(1)
 
 
 def apply_fsdp(model: PreTrainedModel, fsdp_mesh: DeviceMesh, *, dtype: torch.dtype, tp_size: int = 1) -> None:
@@ -506,7 +482,8 @@ def apply_fsdp(model: PreTrainedModel, fsdp_mesh: DeviceMesh, *, dtype: torch.dt
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
-    options = {"mesh": fsdp_mesh, "mp_policy": policy, "shard_placement_fn": shard_dim(tp_size, fsdp_mesh.size())}
+    placement = functools.partial(shard_dim, tp_size=tp_size, fsdp_size=fsdp_mesh.size())
+    options = {"mesh": fsdp_mesh, "mp_policy": policy, "shard_placement_fn": placement}
     for layer in find_decoder_layers(model):
         fully_shard(layer, **options)
     if head is not None and head.weight is not embedding.weight:
@@ -537,23 +514,25 @@ def build_model(config: PreTrainedConfig, mesh: DeviceMesh | None, device: str, 
     return model
 
 
-def load_weights(model: PreTrainedModel, device: torch.device, read_weights: Callable | None) -> None:
+def load_weights(
+    model: PreTrainedModel, device: torch.device, read_weights: Callable | None, group: ProcessGroup | None = None
+) -> None:
     """Give a cut model its storage and its first weights, the same in every mesh. A collective.
 
-    Rank 0 alone calls `read_weights` for the whole model, on the CPU, and sends it tensor by tensor; with None nobody
-    does, because a checkpoint follows.
+    Rank 0 alone calls `read_weights` for the whole model, on the CPU, and sends it tensor by tensor, while the others
+    wait on `group`; with None nobody does, because a checkpoint follows.
     """
-    full_tensors, problem = {}, None
-    if read_weights is not None and get_rank() == 0:
-        try:
+    full_tensors = {}
+    with on_all_ranks("the weights cannot be loaded", group):
+        if read_weights is not None and get_rank() == 0:
             full_tensors = read_weights().state_dict()
-        except Exception as error:  # files, hub and config raise all kinds
-            name = model.config.name_or_path or model.config.model_type
-            problem = f"the weights of {name} cannot be loaded: {first_line(error)}"
-        if lacking := sorted({name for name, _ in model.named_parameters()} - full_tensors.keys()):
-            problem = problem or f"the weights of {model.config.model_type} lack {lacking[0]}"
-    agree(problem, patient_group())
-    materialize(model, device)
+            if lacking := sorted({name for name, _ in model.named_parameters()} - full_tensors.keys()):
+                raise ValueError(f"they lack {lacking[0]}")
+    model.to_empty(device=device)  # only this rank's shards, and garbage in them
+    model.tie_weights()  # to_empty gave each name of a tied parameter a tensor of its own
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # transformers' own mark: what bears it is not initialized again
+    model.initialize_weights()  # so this fills the buffers that no file holds, such as rotary frequencies
     if read_weights is not None:
         copy_full_weights(model, full_tensors, device)
 
@@ -562,9 +541,8 @@ def load_weights(model: PreTrainedModel, device: torch.device, read_weights: Cal
 
 
 def shard_sequence(full: Tensor, cp_rank: int, cp_size: int, dim: int = 1) -> Tensor:
-    """Cut the sequence into 2 * cp chunks and keep chunks r and 2 * cp - 1 - r.
+    """Keep chunks r and 2 * cp - 1 - r of 2 * cp: head and tail, so that causal attention costs the same on all ranks.
 
-    One chunk from the head and one from the tail: causal attention then costs the same on every rank.
     At cp = 2, rank 0 holds chunks 0 and 3, rank 1 chunks 1 and 2.
     """
     if cp_size == 1:
@@ -574,10 +552,7 @@ def shard_sequence(full: Tensor, cp_rank: int, cp_size: int, dim: int = 1) -> Te
 
 
 def gather_sequence_shards(shard: Tensor, cp_mesh: DeviceMesh, dim: int) -> Tensor:
-    """The inverse of `shard_sequence`: the whole sequence, in its natural order, on every rank.
-
-    Differentiable: the backward adds up the gradients of all ranks and returns each its shard (reduce-scatter).
-    """
+    """The inverse of `shard_sequence`, on every rank; the backward adds up the gradients of all (reduce-scatter)."""
     cp_size = cp_mesh.size()
     gathered = (
         DTensor.from_local(shard, cp_mesh, [Shard(dim)], run_check=False)
@@ -593,9 +568,9 @@ def context_parallel_attention(cp_mesh: DeviceMesh) -> Callable:
 
     Keys and values are gathered along the sequence (they are small under grouped-query attention), queries stay, and
     each of the two chunks of queries runs causal attention on what lies before it: the method of Llama 3,
-    arXiv 2407.21783, section 3.3.2. Its calls are counted in `.calls`. Raises ValueError for another kind of attention:
-    to add one, let `check_attention` admit it, and give the call of scaled_dot_product_attention its mask. Register no
-    mask function under the same name: Transformers then builds no mask, which would be of the shard's size.
+    arXiv 2407.21783, section 3.3.2. Its calls are counted in `.calls`. To add another kind of attention, let
+    `check_attention` admit it, and give scaled_dot_product_attention its mask. Register no mask function under the
+    same name: Transformers then builds no mask, which would be of the shard's size.
     """
     cp_rank, cp_size = cp_mesh.get_local_rank(), cp_mesh.size()
 
@@ -629,16 +604,13 @@ def context_parallel_attention(cp_mesh: DeviceMesh) -> Callable:
 
 
 def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, tp: int) -> None:
-    """Refuse a sequence that is too long, and attention that is not plainly causal where cp or tp needs it to be.
-
-    Under tp the model builds its masks from the embeddings, whose sequence is cut, so there it must need no mask.
-    """
+    """Refuse a sequence that is too long, and attention that is not plainly causal where cp or tp needs it to be."""
     config, reasons = config.get_text_config(), []
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and seq_len > positions:
         fail(f"--seq_len {seq_len} is longer than the {positions} positions of this {config.model_type}")
     if cp == tp == 1:
-        return
+        return  # under tp the model builds its masks from embeddings whose sequence is cut: there it must need none
     kinds = set(getattr(config, "layer_types", None) or ["full_attention", "sliding_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if window is not None and window < seq_len and "sliding_attention" in kinds:
@@ -665,10 +637,7 @@ def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, tp: int) ->
 
 
 def read_documents(dataset_name: str, text_column: str) -> tuple[str, Iterator[list[str]], int, bool]:
-    """Open a text dataset: its fingerprint, batches of texts, their number, and whether each text is a document.
-
-    Raises whatever the datasets library raises, and ValueError for a missing column or an empty dataset.
-    """
+    """Open a text dataset: its fingerprint, batches of texts, their number, and whether each text is a document."""
     import datasets  # 1 s, and only one rank of a machine needs it
 
     is_document = True
@@ -682,8 +651,7 @@ def read_documents(dataset_name: str, text_column: str) -> tuple[str, Iterator[l
         # lines, in batches, so that a file of any size streams; together they are one document
         data = datasets.load_dataset("text", data_files=dataset_name, split="train", keep_linebreaks=True)
         text_column, is_document = "text", False
-    elif Path(dataset_name).suffix in (".jsonl", ".json", ".parquet"):
-        kind = "parquet" if dataset_name.endswith(".parquet") else "json"
+    elif kind := {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(dataset_name).suffix):
         data = datasets.load_dataset(kind, data_files=dataset_name, split="train")
     elif Path(dataset_name).is_file():
         raise ValueError("the name of a file must end in .txt, .jsonl, .json or .parquet")
@@ -719,8 +687,9 @@ def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedT
             for texts in tqdm(batches, total=total, desc="tokenizing", unit="batch"):
                 texts = [text for text in texts if text] if is_document else ["".join(texts)]
                 # not verbose: a document longer than the model's context is no fault, it is cut into sequences
-                options = {"add_special_tokens": is_document, "verbose": False}
-                for ids in tokenizer(texts, **options)["input_ids"] if texts else []:
+                for ids in (
+                    tokenizer(texts, add_special_tokens=is_document, verbose=False)["input_ids"] if texts else []
+                ):
                     file.write(np.asarray(ids if ids[-1:] == end else ids + end, dtype=dtype).tobytes())
         if partial.stat().st_size == 0:
             raise ValueError("it has no text")
@@ -731,20 +700,16 @@ def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedT
     return path
 
 
-def prepare_tokens(dataset_name: str, text_column: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Tokenize once per machine; return all tokens as a read-only array on disk. A collective."""
-    group = patient_group()
-    problem, path = None, None
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        try:
+def prepare_tokens(
+    dataset_name: str, text_column: str, tokenizer: PreTrainedTokenizerBase, group: ProcessGroup | None = None
+) -> np.ndarray:
+    """Tokenize once per machine; return all tokens as a read-only array on disk. A collective over `group`."""
+    path, works = None, "give 'stdlib', a .txt, .jsonl or .parquet file, or a hub id that can be reached"
+    with on_all_ranks(f"--dataset_name {dataset_name} cannot be read, {works}", group):
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
             path = str(tokenize_to_file(dataset_name, text_column, tokenizer))
-        except Exception as error:  # whatever the datasets library raises
-            works = "give 'stdlib', a .txt, .jsonl or .parquet file, or a hub id that can be reached"
-            problem = f"--dataset_name {dataset_name} cannot be read ({first_line(error)}); {works}"
-    agree(problem, group)
     # this machine's path: its first rank is the nearest one at or below this rank that has a path
-    paths = gather_objects(path, group)
-    path = next(p for p in reversed(paths[: get_rank() + 1]) if p)
+    path = next(p for p in reversed(gather_objects(path, group)[: get_rank() + 1]) if p)
     return np.memmap(path, mode="r", dtype=path.rsplit(".", 1)[-1])
 
 
@@ -754,10 +719,7 @@ def epoch_order(num_sequences: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def sequences_of_step(num_sequences: int, seed: int, step: int, global_batch_size: int) -> list[int]:
-    """Which sequences make up a step (from 0): a function of the arguments alone, so there is no loader state to save.
-
-    Each epoch is a new permutation; a batch may reach from one into the next.
-    """
+    """Which sequences make up a step (from 0): a function of these numbers alone, so no loader state to save."""
     places = (divmod(i, num_sequences) for i in range(step * global_batch_size, (step + 1) * global_batch_size))
     return [int(epoch_order(num_sequences, seed, epoch)[i]) for epoch, i in places]
 
@@ -771,100 +733,94 @@ def read_sequences(tokens: np.ndarray, indices: Iterable[int], seq_len: int) -> 
 
 def shard_batch(
     inputs: Tensor, labels: Tensor, mesh: DeviceMesh | None, micro_batch_size: int, device: torch.device
-) -> list[dict[str, Tensor]]:
-    """Cut a global batch, (B, S) each, into this rank's micro-batches of (micro_batch_size, S/cp).
-
-    dp takes its rows, cp its two chunks of the sequence; tp ranks get the same.
-    """
+) -> list[Batch]:
+    """Cut a global batch, (B, S), into this rank's micro-batches: dp takes rows, cp two chunks, tp gets the same."""
     dp_rank, dp, cp_rank, cp = 0, 1, 0, 1
     if mesh is not None:
         dp_rank, dp = mesh.get_local_rank("dp"), mesh["dp"].size()
         cp_rank, cp = mesh.get_local_rank("cp"), mesh["cp"].size()
     positions = torch.arange(inputs.shape[1]).expand_as(inputs)
-    micro_batches = []
-    for start in range(0, inputs.shape[0] // dp, micro_batch_size):
-        first = dp_rank * inputs.shape[0] // dp + start
-        rows = slice(first, first + micro_batch_size)
-        batch = {"input_ids": inputs[rows], "position_ids": positions[rows], "labels": labels[rows]}
-        shards = {name: shard_sequence(tensor, cp_rank, cp).contiguous() for name, tensor in batch.items()}
-        micro_batches.append({name: tensor.to(device) for name, tensor in shards.items()})
-    return micro_batches
+    batch = {"input_ids": inputs, "position_ids": positions, "labels": labels}
+    batch = {name: shard_sequence(full.chunk(dp)[dp_rank], cp_rank, cp) for name, full in batch.items()}
+    split = {name: shard.contiguous().to(device).split(micro_batch_size) for name, shard in batch.items()}
+    return [dict(zip(split, tensors)) for tensors in zip(*split.values())]
 
 
 # ---- 7 loss ----------------------------------------------------------------------------------------------------------
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the cross entropy over all labels that are not -100, in float32, without a gradient scale.
+def forward_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The sum of the cross entropy over all labels of a batch that are not -100, in float32, without a gradient scale.
 
-    `logits` (B, S, V) may be a DTensor split over V, inside `loss_parallel`: it is never gathered. `labels` are (B, S),
-    already shifted.
+    To be called, and its backward too, inside `loss_parallel`: under tp the logits (B, S, V) are a DTensor that is
+    split over the vocabulary, and are never gathered.
     """
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
+    output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+    logits, labels = output.logits.flatten(0, 1).float(), batch["labels"].flatten()
+    loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
     return loss.to_local() if isinstance(loss, DTensor) else loss
-
-
-def count_labels(micro_batches: list[dict[str, Tensor]], mesh: DeviceMesh | None) -> Tensor:
-    """How many labels of the step count, over all ranks. A collective."""
-    count = torch.stack([(batch["labels"] != -100).sum() for batch in micro_batches]).sum()
-    if mesh is not None:
-        dist.all_reduce(count)
-        count //= mesh["tp"].size()  # tp ranks hold the same labels
-    return count
 
 
 # ---- 8 checkpoint ----------------------------------------------------------------------------------------------------
 
 
-def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+def init_optimizer_state(optimizer: Optimizer) -> None:
     """Give every trainable parameter of an Adam-like optimizer the state of step 0.
 
     Without it get_state_dict runs a step of its own on an optimizer that never stepped, which counts as one, and a
     parameter that never had a gradient is missing at save and demanded at load.
     """
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            is_adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not group["amsgrad"]
-            if is_adam and parameter.requires_grad and not optimizer.state[parameter]:
-                on_device = group.get("fused") or group.get("capturable")
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else None),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+        is_adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not group["amsgrad"]
+        for parameter in group["params"] if is_adam else []:
+            if parameter.requires_grad and not optimizer.state[parameter]:
+                place = parameter.device if group.get("fused") or group.get("capturable") else None
+                state = {"step": torch.zeros((), dtype=torch.float32, device=place)}
+                state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = state
 
 
 class AppState(Stateful):
-    """Model and optimizer as one entry of a DCP checkpoint, by the contract of torch's state-dict utilities.
+    """Model and optimizer as one entry of a DCP checkpoint, by torch's contract; with no optimizer, the model alone."""
 
-    With no optimizer it holds the model alone, and loads the model out of a checkpoint that holds both.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None = None):
         self.model = model
-        self.optimizer = optimizer
+        self.optimizers = [] if optimizer is None else [optimizer]
 
     def state_dict(self) -> dict[str, Any]:
-        if self.optimizer is None:
-            return {"model": get_model_state_dict(self.model)}
-        init_optimizer_state(self.optimizer)
-        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
-        return {"model": model_state, "optim": optimizer_state}
+        for optimizer in self.optimizers:
+            init_optimizer_state(optimizer)
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizers)
+        return {"model": model_state} | ({"optim": optimizer_state} if self.optimizers else {})
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.optimizer is None:
-            set_model_state_dict(self.model, state_dict["model"])
-        else:
-            states = {"model_state_dict": state_dict["model"], "optim_state_dict": state_dict["optim"]}
-            set_state_dict(self.model, self.optimizer, **states)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        states = {"model_state_dict": state["model"], "optim_state_dict": state.get("optim", {})}
+        set_state_dict(self.model, self.optimizers, **states)
 
 
 def rng_state(device: torch.device) -> dict[str, dict[str, Tensor]]:
     """This rank's random state. The rank is in the key, because DCP keeps a plain tensor from one rank only."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return {f"rank{get_rank()}": state}
+    on_gpu = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {f"rank{get_rank()}": {"cpu": torch.get_rng_state(), **on_gpu}}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The second name of each tied parameter, and the name under which it is written."""
+    first: dict[int, str] = {}
+    named = [(name, id(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    return {name: first[key] for name, key in named if first.setdefault(key, name) != name}
+
+
+def add_tied_names(path: Path, tied: dict[str, str]) -> None:
+    """Let a name that was not written be found in a checkpoint like the one whose bytes it shares. Rank 0 only."""
+    metadata = SafeReader(path).read_metadata()
+    for alias, name in tied.items():
+        key, written = f"app.model.{alias}", f"app.model.{name}"
+        metadata.state_dict_metadata[key] = metadata.state_dict_metadata[written]
+        metadata.planner_data[key] = ("app", "model", alias)
+        places = metadata.storage_data.items()
+        metadata.storage_data |= {replace(index, fqn=key): place for index, place in places if index.fqn == written}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 MANIFEST = "manifest.json"
@@ -897,127 +853,107 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
-    """Turn a written directory into the newest checkpoint of its name. Rank 0 only, no collective.
-
-    Between any two system calls a complete checkpoint is there under a name that resume looks at: the new one gets its
-    manifest last, the old one is moved aside, not removed, and the new one is renamed into place.
-    """
-    for path in temporary.iterdir():
-        flush(path)
-    with (temporary / MANIFEST).open("w") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    flush(temporary)
-    if final.exists():
-        move_aside(final, manifest["run"])
-    os.rename(temporary, final)
-    flush(final.parent)
-
-
-def move_aside(final: Path, run: str) -> None:
-    """Rename a checkpoint to `<name>_step<its step>`; what another run saved gets its run's name, too, and stays."""
-    old = read_manifest(final) or {"run": "unreadable", "step": "_unknown"}
-    aside = final.with_name(f"{final.name}_step{old['step']}" + ("" if old["run"] == run else f"_{old['run']}"))
-    if aside.exists() and (read_manifest(aside) or old)["run"] == old["run"] == run:
-        discard(aside)  # the same step of this very run
-    elif aside.exists():
-        aside = aside.with_name(f"{aside.name}_{uuid.uuid4().hex[:8]}")
-    if old["run"] != run:
-        print(f"{final} is of another run: moved to {aside.name}", flush=True)
-    os.rename(final, aside)
-
-
-def discard(path: Path) -> None:
-    """Remove a checkpoint so that no half-removed one is ever seen under its name."""
-    hidden = path.with_name(f".removed_{path.name}_{uuid.uuid4().hex[:8]}")
-    os.rename(path, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
 def list_checkpoints(output_dir: Path) -> list[tuple[Path, dict[str, Any] | None]]:
     """All checkpoints of a directory with their manifests: unreadable ones first, then from the last saved back."""
     found = [(path, read_manifest(path)) for path in output_dir.glob("checkpoint_tp*_dp*_cp*") if path.is_dir()]
     return sorted(found, key=lambda item: item[1]["saved"] if item[1] else math.inf, reverse=True)
 
 
-def prune_checkpoints(output_dir: Path, run: str, keep_last: int) -> None:
-    """Remove all but the newest checkpoints of this run, and what interrupted saves left. Rank 0 only."""
-    ours = [path for path, manifest in list_checkpoints(output_dir) if manifest and manifest["run"] == run]
+def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any], keep_last: int) -> None:
+    """Turn a written directory into the newest checkpoint of its name, then prune. Rank 0 only, no collective.
+
+    Between any two system calls a complete checkpoint is there under a name that resume looks at: the old one is moved
+    aside as `<name>_step<its step>`, the new one is renamed into place when all of it is on the disk. What another run
+    saved gets that run's name, too, and is never pruned.
+    """
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for path in (*temporary.iterdir(), temporary):
+        flush(path)
+    if final.exists():
+        old = read_manifest(final) or {"run": "unreadable", "step": "_unknown"}
+        is_ours = old["run"] == manifest["run"]
+        aside = final.with_name(f"{final.name}_step{old['step']}" + ("" if is_ours else f"_{old['run']}"))
+        if aside.exists():  # this run has been at that step before
+            aside = aside.with_name(f"{aside.name}_{uuid.uuid4().hex[:8]}")
+        if not is_ours:
+            print(f"{final} is of another run: moved to {aside.name}", flush=True)
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    flush(final.parent)
+    ours = [path for path, old in list_checkpoints(final.parent) if old and old["run"] == manifest["run"]]
     for path in ours[keep_last:]:
-        discard(path)
-    for path in itertools.chain(output_dir.glob(".removed_checkpoint_*"), output_dir.glob(f".tmp_checkpoint_*_{run}")):
-        shutil.rmtree(path, ignore_errors=True)
+        hidden = path.with_name(f".removed_{path.name}_{uuid.uuid4().hex[:8]}")
+        os.rename(path, hidden)  # so that no half-removed one is ever seen under its name
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
-def explain_save_error(error: BaseException, directory: Path) -> str:
-    """One line with the true cause of a failed save: a full disk shows up in torch as an unexpected file position."""
-    with contextlib.suppress(OSError):
-        if shutil.disk_usage(directory).free < 1 << 20 or "unexpected pos" in first_line(error):
-            return f"no space left in {directory}"
-    return first_line(error)
+def write_checkpoint(
+    final: Path, state: dict, manifest: dict, parts: list, keep_last: int, group: ProcessGroup | None = None
+) -> Path:
+    """Write a state dict to the directory `final`, atomically. A collective over `group`; returns `final`.
+
+    Each rank writes its own shards into a hidden sibling; when all have, rank 0 adds the manifest ("run", "step", ...
+    and the size and checksum of each file) and renames it into place. If anything fails, all ranks end with one
+    sentence, and older checkpoints are as they were. `parts` (config, tokenizer, ...) go along by `save_pretrained`.
+    """
+    temporary, is_main = final.with_name(f".tmp_{final.name}_{manifest['run']}"), get_rank() == 0
+    failed = f"step {manifest['step']} could not be saved in {final.parent}"
+    with contextlib.ExitStack() as at_end:
+        if is_main:  # what is left of a save that fails; a good one is no longer there
+            at_end.callback(shutil.rmtree, temporary, ignore_errors=True)
+        with on_all_ranks(failed, group):
+            if is_main:
+                for pattern in (".tmp_checkpoint_*", ".removed_checkpoint_*"):
+                    for left_over in final.parent.glob(pattern):  # by saves that were killed: no other run writes here
+                        shutil.rmtree(left_over, ignore_errors=True)
+                temporary.mkdir(parents=True)
+                for part in parts:
+                    part.save_pretrained(temporary)
+        with on_all_ranks(failed, group):
+            # more than one thread can lose the exception of one, and report a save that lacks half of its tensors
+            writer = dcp.FileSystemWriter(temporary, thread_count=1)
+            dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+            if is_main and manifest["tied"]:
+                add_tied_names(temporary, manifest["tied"])
+            shards = f"__{get_rank()}_"  # as DCP names what a rank writes
+            mine = [p for p in temporary.iterdir() if p.name.startswith(shards) or (is_main and p.suffix != ".distcp")]
+            files = {path.name: {"size": path.stat().st_size, "sha256": checksum(path)} for path in mine}
+        files = {name: entry for part in gather_objects(files, group) for name, entry in part.items()}
+        with on_all_ranks(failed, group):
+            if is_main:
+                commit_checkpoint(temporary, final, {**manifest, "saved": time.time(), "files": files}, keep_last)
+    return final
 
 
 def save_checkpoint(
     output_dir: Path,
     model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     *,
-    sizes: dict[str, int],
-    train_state: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
+    about: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
     keep_last: int,
-    device: torch.device,
-) -> Path:
-    """Save model, optimizer and train state to `checkpoint_tp<tp>_dp<dp>_cp<cp>`, atomically. A collective.
+    background: tuple[ThreadPoolExecutor, AsyncStager, ProcessGroup | None] | None = None,
+) -> Future:
+    """Save model, optimizer and random state to `checkpoint_tp<tp>_dp<dp>_cp<cp>`; the future gives its path.
 
-    Each rank writes its own shards into a hidden directory; when all have, rank 0 adds a manifest and renames it into
-    place. If anything fails, all ranks end with one sentence, and older checkpoints are as they were.
-
-    `sizes` is {"tp": ..., "dp": ..., "cp": ...}; `train_state` ("run", "step", "tokens") goes into the manifest.
+    `about` has "tp", "dp", "cp", "run", "step" and "tokens", for the manifest. With `background` it returns as soon as
+    the stager has copied the state to host memory, and the thread does the rest over the group. The future before must
+    be done by then: the stager uses its buffers again. A collective.
     """
-    final = output_dir / "checkpoint_tp{tp}_dp{dp}_cp{cp}".format(**sizes)
-    temporary = output_dir / f".tmp_{final.name}_{train_state['run']}"
-    problem, is_main, failed = None, get_rank() == 0, f"step {train_state['step']} could not be saved"
-    if is_main:
-        try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            for part in (model.config, model.generation_config, tokenizer):
-                if part is not None:
-                    part.save_pretrained(temporary)
-        except OSError as error:
-            problem = f"{failed}: {explain_save_error(error, output_dir)}"
-    agree(problem)
-
-    files: dict[str, dict[str, Any]] = {}
-    try:
-        # more than one thread can lose the exception of one, and report a save that lacks half of its tensors
-        writer = dcp.FileSystemWriter(temporary, thread_count=1)
-        state = {"app": AppState(model, optimizer), "rng": rng_state(device)}
-        dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
-        shards = f"__{get_rank()}_"  # as DCP names what a rank writes
-        mine = [p for p in temporary.iterdir() if p.name.startswith(shards) or (is_main and p.suffix != ".distcp")]
-        files = {path.name: {"size": path.stat().st_size, "sha256": checksum(path)} for path in mine}
-    except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        problem = f"{failed}: {explain_save_error(error, output_dir)}"
-        if is_main:
-            shutil.rmtree(temporary, ignore_errors=True)
-    agree(problem)
-    all_files = {name: entry for part in gather_objects(files) for name, entry in part.items()}
-
-    if is_main:
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        origin = {**sizes, "device": device.type, "model_type": model.config.model_type, "saved": time.time()}
-        manifest = {"format": FORMAT, **train_state, **origin, **versions, "files": all_files}
-        try:
-            commit_checkpoint(temporary, final, manifest)
-            prune_checkpoints(output_dir, train_state["run"], keep_last)
-        except OSError as error:
-            problem = f"{failed}: {explain_save_error(error, output_dir)}"
-    agree(problem)
-    return final
+    app, tied, device = AppState(model, optimizer).state_dict(), tied_names(model), next(model.parameters()).device
+    app["model"] = {name: value for name, value in app["model"].items() if name not in tied}
+    state = {"app": app, "rng": rng_state(device)}
+    manifest = {"format": FORMAT, **about, "device": device.type, "model_type": model.config.model_type, "tied": tied}
+    manifest |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    parts = [part for part in (model.config, model.generation_config, tokenizer) if part is not None]
+    final = output_dir / "checkpoint_tp{tp}_dp{dp}_cp{cp}".format(**about)
+    if background is not None:
+        thread, stager, group = background
+        return thread.submit(write_checkpoint, final, stager.stage(state), manifest, parts, keep_last, group)
+    done: Future = Future()
+    done.set_result(write_checkpoint(final, state, manifest, parts, keep_last))
+    return done
 
 
 def check_files(path: Path, manifest: dict[str, Any] | None, with_checksums: bool) -> str | None:
@@ -1032,8 +968,8 @@ def check_files(path: Path, manifest: dict[str, Any] | None, with_checksums: boo
         try:
             if not file.is_file():
                 return f"{file} is missing"
-            if file.stat().st_size != expected["size"]:
-                return f"{file} has {file.stat().st_size} bytes instead of {expected['size']}"
+            if (size := file.stat().st_size) != expected["size"]:
+                return f"{file} has {size} bytes instead of {expected['size']}"
             if with_checksums and checksum(file) != expected["sha256"]:
                 return f"{file} does not have the content that was saved (its checksum differs)"
         except OSError as error:
@@ -1055,37 +991,31 @@ def find_checkpoint(resume: str, output_dir: Path, since: float, with_checksums:
         if not problems:
             return path, manifest
         if resume != "auto":
-            fail(f"--resume {resume}: {problems[0]}")
+            fail(f"{problems[0]}; name another checkpoint, or --resume auto")
         if get_rank() == 0:
             print(f"skipped {path}: {problems[0]}", flush=True)
     return None
 
 
-def begin_run(resume: str, output_dir: Path, with_checksums: bool) -> tuple[Path | None, dict | None, dict[str, Any]]:
-    """Where this run begins: the checkpoint to load and its manifest, or None twice; and the train state. A collective.
+def begin_run(resume: str, output_dir: Path, with_checksums: bool) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint that this run begins with, or None; and what is known of it. A collective.
 
-    The train state is "run" (the run's name, also its id at wandb), "step" and "tokens". An elastic restart goes on
-    from what was saved since its launch, whatever `resume` says, and begins as the launch did if that is nothing.
+    The latter is the manifest, or {"run": a new name, also the id at wandb, "step": 0, "tokens": 0}. An elastic restart
+    goes on from what was saved since its launch, whatever `resume` says, and begins as the launch did if nothing was.
     """
-    launched, found = output_dir / ".launch.json", None
-    launch = {"run": f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}", "since": None}
-    if get_rank() == 0 and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and launched.exists():
+    restarts, launched = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), output_dir / ".launch.json"
+    launch = {"run": f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}", "since": time.time()}
+    if get_rank() == 0 and restarts and launched.exists():
         launch = json.loads(launched.read_text())
+    elif get_rank() == 0:
+        launched.write_text(json.dumps(launch))
     launch = gather_objects(launch)[0]
-    if launch["since"] is not None:
-        found = find_checkpoint("auto", output_dir, launch["since"], with_checksums)
+    found = find_checkpoint("auto", output_dir, launch["since"], with_checksums) if restarts else None
     if found is None and resume != "never":
         found = find_checkpoint(resume, output_dir, 0, with_checksums)
-    path, manifest = found or (None, None)
-    train_state = {"run": launch["run"], "step": 0, "tokens": 0}
-    if manifest is not None:
-        train_state = {key: manifest[key] for key in train_state}
-    if get_rank() == 0:
-        if manifest is None and (launch["since"] is not None or resume != "never"):
-            print(f"no checkpoint to go on from in {output_dir}: the run starts at step 0", flush=True)
-        if launch["since"] is None:
-            launched.write_text(json.dumps(launch | {"since": time.time()}))
-    return path, manifest, train_state
+    if found is None and (restarts or resume != "never") and get_rank() == 0:
+        print(f"no checkpoint to go on from in {output_dir}: the run starts at step 0", flush=True)
+    return found or (None, {"run": launch["run"], "step": 0, "tokens": 0})
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -1109,54 +1039,74 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Torch's reader, with metadata read by `MetadataUnpickler`."""
+    """Torch's reader, made safe (nothing in a file can run code) and lean (a rank reads what it keeps, and no more)."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = MetadataUnpickler(file).load()
-        metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+            return MetadataUnpickler(file).load()
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future:
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            with (Path(self.path) / Path(info.relative_path).name).open("rb") as file:
+                entry = self._slice_file(file, info)  # private; the bytes of one torch.save
+                if item.type == dcp.planner.LoadItemType.BYTE_IO:
+                    data = io.BytesIO(entry.read(-1))
+                    torch.load(data, weights_only=True)  # raises for whatever could run code
+                    data.seek(0)
+                    planner.load_bytes(item, data)
+                else:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(read_slice(file, info.offset, entry, item.storage_offsets, item.lengths))
+                    planner.commit_tensor(item, target)
+        done = torch.futures.Future()
+        done.set_result(None)
+        return done
 
 
-class SafePlanner(dcp.DefaultLoadPlanner):
-    """Torch's planner, with non-tensor entries read by torch.load's safe mode."""
-
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=True)  # raises for whatever could run code
-        value.seek(0)
-        super().load_bytes(read_item, value)
+def read_slice(file: io.BufferedReader, start: int, entry: Any, offsets: torch.Size, lengths: torch.Size) -> Tensor:
+    """A slice of the tensor that torch.save wrote at `start` of a file: only its rows, and of a matrix its columns."""
+    saved = torch.load(entry, map_location="meta", weights_only=True)  # its shape, strides and place, no data
+    by_rows = list(offsets[1:]) == [0] * len(offsets[1:]) and lengths[1:] == saved.shape[1:]
+    if not saved.is_contiguous() or saved.ndim == 0 or not (by_rows or saved.ndim == 2):
+        entry.seek(0)
+        part = tuple(slice(first, first + length) for first, length in zip(offsets, lengths))
+        return torch.load(entry, map_location="cpu", weights_only=True)[part]
+    row, size = math.prod(saved.shape[1:]), saved.itemsize
+    runs = [(offsets[0] * row, math.prod(lengths))]  # the first value and the number of values
+    if not by_rows:
+        runs = [(i * row + offsets[1], lengths[1]) for i in range(offsets[0], offsets[0] + lengths[0])]
+    data, end = np.empty(math.prod(lengths) * size, dtype=np.uint8), 0
+    for first, count in runs:
+        # private: where its data begin; there is no public name for it
+        file.seek(start + saved.untyped_storage()._checkpoint_offset + (saved.storage_offset() + first) * size)
+        end += file.readinto(memoryview(data)[end : end + count * size])
+    if end != len(data):
+        raise EOFError(f"{file.name} ends too early")
+    return torch.from_numpy(data).view(saved.dtype).view(lengths)
 
 
 def load_checkpoint(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, rng_device: torch.device | None = None
+    path: Path, model: nn.Module, optimizer: Optimizer | None = None, rng_device: torch.device | None = None
 ) -> None:
     """Load model and optimizer from a checkpoint of any mesh. A collective; each rank reads what it holds.
 
     The optimizer's options (lr, weight decay, ...) stay as the caller has set them. With `rng_device` this rank's
-    random state is restored too; only a checkpoint of the same mesh has it for every rank. Ends all ranks with one
-    sentence when the checkpoint is of another model.
+    random state is restored too; only a checkpoint of the same mesh has it for every rank.
     """
     groups = optimizer.param_groups if optimizer is not None else []
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    problem = None
-    try:
+    with on_all_ranks(f"{path} cannot be loaded"):
         reader = SafeReader(path)
         saved = reader.read_metadata().state_dict_metadata
         here = {name: tuple(tensor.shape) for name, tensor in get_model_state_dict(model).items()}
         there = {k.removeprefix("app.model."): tuple(v.size) for k, v in saved.items() if k.startswith("app.model.")}
-        for name in sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))[:1]:
-            problem = f"{path} is of another model: {name} is {there.get(name)} there and {here.get(name)} here"
-    except Exception as error:  # a damaged pickle raises all kinds
-        problem = f"{path}/.metadata cannot be read ({first_line(error)})"
-    agree(problem)
+        for name in sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
+            raise ValueError(f"it is of another model, {name} is {there.get(name)} there and {here.get(name)} here")
     state = {"app": AppState(model, optimizer)} | ({"rng": rng_state(rng_device)} if rng_device is not None else {})
-    try:
-        dcp.load(state, storage_reader=reader, planner=SafePlanner(), no_dist=not dist.is_initialized())
-    except (Exception, CheckpointException) as error:
-        problem = f"{path} could not be loaded: {first_line(error)}"
-    agree(problem)
-    for group, own in zip(optimizer.param_groups if optimizer is not None else [], options):
+    with on_all_ranks(f"{path} cannot be loaded"):
+        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    for group, own in zip(groups, options):
         group.update(own)
     if rng_device is not None:
         saved_rng = state["rng"][f"rank{get_rank()}"]
@@ -1165,40 +1115,82 @@ def load_checkpoint(
             torch.cuda.set_rng_state(saved_rng["cuda"], rng_device)
 
 
+def write_safetensors(path: Path, tensors: dict[str, Tensor], read: Callable[[str, Tensor], Tensor]) -> None:
+    """Write a safetensors file while holding one tensor: `read` gives the data for a name and its meta tensor.
+
+    The file is the length of a JSON header, the header, the data; the library's own writer wants all tensors in memory.
+    """
+    kinds = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.bool: "BOOL"}
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in tensors.items():
+        place = [end, end := end + tensor.nbytes]
+        header[name] = {"dtype": kinds[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors.items():
+            file.write(read(name, tensor).reshape(-1).view(torch.uint8).numpy())
+
+
+def export_checkpoint(path: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Turn a checkpoint of any mesh into a folder for `from_pretrained`. One process, one tensor at a time."""
+    reader = SafeReader(path)
+
+    def read(name: str, tensor: Tensor) -> Tensor:
+        state = {f"app.model.{name}": torch.empty_like(tensor, device="cpu")}  # DCP casts what it reads
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        return state[f"app.model.{name}"]
+
+    temporary = folder.with_name(f".tmp_{folder.name}_{uuid.uuid4().hex[:8]}")
+    with on_all_ranks(f"{path} cannot be exported to {folder}"), contextlib.ExitStack() as clean_up:
+        clean_up.callback(shutil.rmtree, temporary, ignore_errors=True)
+        config = transformers.AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        tied = tied_names(model)
+        tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+        files = split_torch_state_dict_into_shards(tensors)
+        temporary.mkdir(parents=True)
+        for filename, names in files.filename_to_tensors.items():
+            write_safetensors(temporary / filename, {name: tensors[name] for name in names}, read)
+        if files.is_sharded:
+            index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
+            (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        for file in path.iterdir():  # generation config and tokenizer
+            if file.suffix != ".distcp" and file.name not in (".metadata", MANIFEST):
+                shutil.copyfile(file, temporary / file.name)
+        config.dtype, config.architectures = dtype, [type(model).__name__]
+        config.save_pretrained(temporary)
+        os.rename(temporary, folder)
+
+
 # ---- 9 training ------------------------------------------------------------------------------------------------------
 
 
-def build_optimizer(
-    model: nn.Module, learning_rate: float, weight_decay: float, warmup_steps: int, num_train_steps: int
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """AdamW with decay on matrices only, and a linear warm-up into a cosine."""
+def build_optimizer(model: nn.Module, weight_decay: float) -> Optimizer:
+    """AdamW with decay on matrices only. Its rate is set before each step."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=(0.9, 0.95), fused=True)
     init_optimizer_state(optimizer)
-    scheduler = transformers.get_scheduler(
-        "cosine", optimizer, num_warmup_steps=warmup_steps, num_training_steps=max(num_train_steps, warmup_steps + 1)
-    )
-    return optimizer, scheduler
+    return optimizer
 
 
-def set_schedule(scheduler: torch.optim.lr_scheduler.LRScheduler, step: int) -> None:
-    """Put a LambdaLR (which get_scheduler returns) and its optimizer's rates where they are after `step` steps."""
-    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": step, "_step_count": step + 1})
-    for group, base, factor in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
-        group["lr"], group["initial_lr"] = base * factor(step), base
+def learning_rate_of_step(step: int, peak: float, warmup_steps: int, num_train_steps: int) -> float:
+    """Linear warm-up, then a cosine to zero. A function of the step (from 0) alone, so there is no state to save."""
+    if step < warmup_steps:
+        return peak * step / warmup_steps
+    progress = (step - warmup_steps) / max(1, num_train_steps - warmup_steps)
+    return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 @torch.no_grad()
 def reduce_loss_and_norm(loss_sum: Tensor, model: nn.Module, mesh: DeviceMesh | None) -> tuple[Tensor, Tensor]:
-    """The sum of the loss and the norm of the gradient over all ranks, from what each holds. One collective.
-
-    A gradient that several ranks hold alike (a norm's weight under tp) counts once.
-    """
+    """The loss summed over all ranks and the gradient's norm; what several hold alike counts once. One collective."""
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in model.parameters():
         grad, copies = parameter.grad, 1
@@ -1218,29 +1210,28 @@ def reduce_loss_and_norm(loss_sum: Tensor, model: nn.Module, mesh: DeviceMesh | 
 
 
 def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    micro_batches: list[dict[str, Tensor]],
-    mesh: DeviceMesh | None,
-    max_grad_norm: float,
+    model: nn.Module, optimizer: Optimizer, micro_batches: list[Batch], mesh: DeviceMesh | None, max_grad_norm: float
 ) -> tuple[float, float]:
     """One optimizer step on one global batch, of which this rank has its micro-batches.
 
     Returns the loss (the mean over all labels of the step) and the gradient norm before clipping, the same on all ranks
     and in all meshes. When one of them is not finite, no weight has been touched.
     """
-    labels_in_step = count_labels(micro_batches, mesh)
+    num_labels = torch.stack([(batch["labels"] != -100).sum() for batch in micro_batches]).sum()
+    if mesh is not None:
+        dist.all_reduce(num_labels)
+        num_labels //= mesh["tp"].size()  # tp ranks hold the same labels
+    num_labels = num_labels.clamp(min=1)
     # FSDP averages gradients over its mesh; the loss is a mean over labels, which need not lie evenly on the ranks
-    scale = (mesh.size() // mesh["tp"].size() if mesh is not None else 1) / labels_in_step.clamp(min=1)
-    loss_sum = torch.zeros((), device=labels_in_step.device)
-    with loss_parallel():
+    scale = (mesh.size() // mesh["tp"].size() if mesh is not None else 1) / num_labels
+    loss_sum = torch.zeros((), device=num_labels.device)
+    with parallel.loss_parallel():
         for batch in micro_batches:
-            output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
-            loss = cross_entropy_sum(output.logits, batch["labels"])
+            loss = forward_loss(model, batch)
             (loss * scale).backward()
             loss_sum += loss.detach()
     total, norm = reduce_loss_and_norm(loss_sum, model, mesh)
-    loss, grad_norm = torch.stack([total / labels_in_step.clamp(min=1), norm]).tolist()  # CPU-GPU sync
+    loss, grad_norm = torch.stack([total / num_labels, norm]).tolist()  # CPU-GPU sync
     if math.isfinite(loss) and math.isfinite(grad_norm):
         if grad_norm > max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), max_grad_norm, norm.float())
@@ -1250,33 +1241,24 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[list[dict[str, Tensor]]], mesh: DeviceMesh | None) -> float:
-    """The mean loss over all labels of the batches, the same on all ranks and in all meshes."""
+def evaluate(
+    model: nn.Module, tokens: np.ndarray, held_out: range, args: Config, mesh: DeviceMesh | None, device: torch.device
+) -> float:
+    """The mean loss over all labels of the held-out sequences, the same on all ranks and in all meshes."""
     model.eval()
-    loss_sum, labels = 0.0, 0.0
-    with loss_parallel():
-        for micro_batches in batches:
-            for batch in micro_batches:
-                output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
-                loss_sum = loss_sum + cross_entropy_sum(output.logits, batch["labels"]).double()
-                labels = labels + (batch["labels"] != -100).sum().double()
-    totals = torch.stack([loss_sum, labels])
+    totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss, labels
+    for start in range(0, len(held_out), args.global_batch_size):
+        indices = [held_out[min(start + i, len(held_out) - 1)] for i in range(args.global_batch_size)]
+        inputs, labels = read_sequences(tokens, indices, args.seq_len)
+        labels[len(held_out) - start :] = -100  # the last batch is filled up with rows that have no labels
+        for batch in shard_batch(inputs, labels, mesh, args.micro_batch_size, device):
+            with parallel.loss_parallel():
+                loss = forward_loss(model, batch)
+            totals += torch.stack([loss.double(), (batch["labels"] != -100).sum().double()])
     if mesh is not None:
         dist.all_reduce(totals)
     model.train()
     return (totals[0] / totals[1]).item()
-
-
-def held_out_batches(
-    tokens: np.ndarray, held_out: range, args: Config, mesh: DeviceMesh | None, device: torch.device
-) -> Iterator[list[dict[str, Tensor]]]:
-    """The held-out sequences in global batches; the last one is filled up with rows that have no labels."""
-    for start in range(0, len(held_out), args.global_batch_size):
-        indices = list(held_out[start : start + args.global_batch_size])
-        padded = indices + indices[-1:] * (args.global_batch_size - len(indices))
-        inputs, labels = read_sequences(tokens, padded, args.seq_len)
-        labels[len(indices) :] = -100
-        yield shard_batch(inputs, labels, mesh, args.micro_batch_size, device)
 
 
 def open_metrics(output_dir: Path, run: str) -> Any:
@@ -1290,16 +1272,13 @@ def open_metrics(output_dir: Path, run: str) -> Any:
 
 def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path) -> Any:
     """Start or go on with a wandb run, or return None. It never raises and never asks. Rank 0 only, no collective."""
-    if mode == "auto":
-        has_key = bool(os.environ.get("WANDB_API_KEY"))
-        with contextlib.suppress(OSError, netrc.NetrcParseError):
-            has_key = has_key or any("wandb" in host for host in netrc.netrc().hosts)
-        mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+    mode = (os.environ.get("WANDB_MODE") or mode) if mode == "auto" else mode
     if mode == "disabled":
         return None
     try:
         import wandb  # 3 s, and only here
 
+        mode = ("online" if wandb.api.api_key else "offline") if mode == "auto" else mode
         settings = wandb.Settings(init_timeout=60, silent=True)
         options = {"id": run_id, "resume": "allow", "mode": mode, "dir": str(output_dir), "settings": settings}
         return wandb.init(project="3D_parallel", config=config, **options)
@@ -1308,91 +1287,105 @@ def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path
         return None
 
 
-def resume_command(args: Config, argv: list[str]) -> str:
-    """The command that goes on from this run's last checkpoint for as many steps again."""
+def resume_command(args: Config, argv: list[str], num_train_steps: int) -> str:
+    """The command that goes on from this run's last checkpoint, up to `num_train_steps`."""
     replaced = r" --(resume|num[_-]train[_-]steps|[tdc]p[_-]size)[ =]('[^']*'|\S+)"
     kept = re.sub(replaced, "", "".join(f" {shlex.quote(word)}" for word in argv))
     launcher = os.environ.get("LAUNCHED_AS")
     if not launcher:
-        processes = os.environ.get("LOCAL_WORLD_SIZE")
-        launcher = f"torchrun --standalone --nproc_per_node {processes}" if processes else "python"
-        launcher += (
-            f" {shlex.quote(sys.argv[0])} --tp_size {args.tp_size} --dp_size {args.dp_size} --cp_size {args.cp_size}"
-        )
-    return f"{launcher}{kept} --resume auto --num_train_steps {2 * args.num_train_steps}"
+        processes, script = os.environ.get("LOCAL_WORLD_SIZE"), shlex.quote(sys.argv[0])
+        launcher = f"torchrun --standalone --nproc_per_node {processes} {script}" if processes else f"python {script}"
+        launcher += f" --tp_size {args.tp_size} --dp_size {args.dp_size} --cp_size {args.cp_size}"
+    return f"{launcher}{kept} --resume auto --num_train_steps {num_train_steps}"
 
 
-def open_output_dir(output_dir: Path) -> None:
-    """Create the directory and see that all ranks can use it, before anything expensive starts. A collective."""
-    problem, probe = None, output_dir / f".probe_{gather_objects(uuid.uuid4().hex)[0]}"
-    if get_rank() == 0:
-        try:
+def open_output_dir(output_dir: Path) -> filelock.BaseFileLock:
+    """Create, lock and try the directory before anything expensive starts. Keep the lock it returns. A collective."""
+    lock, probe = filelock.FileLock(output_dir / ".lock"), output_dir / f".probe_{gather_objects(uuid.uuid4().hex)[0]}"
+    failed = f"--output_dir {output_dir} cannot be used, give another directory"
+    with on_all_ranks(failed):
+        if get_rank() == 0:
             output_dir.mkdir(parents=True, exist_ok=True)
             probe.write_text("all machines must see this file")
-        except OSError as error:
-            problem = f"--output_dir {output_dir} cannot be written to ({error.strerror}); give another directory"
-    agree(problem)
-    if not probe.exists():
-        problem = f"--output_dir {output_dir} is not the same directory on all machines; give one that they share"
-    agree(problem)
+            try:
+                lock.acquire(blocking=False)
+            except filelock.Timeout:
+                raise OSError("another run is writing to it") from None
+            except NotImplementedError:
+                print(f"{output_dir} is on a file system without locks: let no other run write there", flush=True)
+    with on_all_ranks(failed):
+        if not probe.exists():
+            raise OSError("it is not the same directory on all machines")
     if get_rank() == 0:
         probe.unlink()
+    return lock
 
 
 def train(
     model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    optimizer: Optimizer,
     tokens: np.ndarray,
     split: tuple[int, range],
     args: Config,
     mesh: DeviceMesh | None,
     device: torch.device,
     train_state: dict[str, Any],
-    save: Callable[..., Path],
+    save: Callable[..., Future],
     attention: Callable | None,
 ) -> Path | None:
-    """The training loop, from train_state["step"] to the last step. Logs on rank 0. Returns the last checkpoint."""
-    is_main, path, output_dir = get_rank() == 0, None, Path(args.output_dir)
+    """The training loop, from train_state["step"] to the last step or a signal. Returns the last checkpoint's path."""
+    is_main, output_dir = get_rank() == 0, Path(args.output_dir)
     metrics = open_metrics(output_dir, train_state["run"]) if is_main else None
     wandb_run = start_wandb(args.wandb_mode, asdict(args), train_state["run"], output_dir) if is_main else None
     (sequences, held_out), first_step = split, train_state["step"] + 1
+    caught: list[int] = []  # signals that ask for a save and an end, both after the step in which they come
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: caught.append(number))
+    saving: Future | None = None  # the last save, perhaps still in flight
     bar = tqdm(total=args.num_train_steps, initial=first_step - 1, disable=not is_main, unit="step")
     while train_state["step"] < args.num_train_steps:
         started = time.perf_counter()
         indices = sequences_of_step(sequences, args.seed, train_state["step"], args.global_batch_size)
         inputs, labels = read_sequences(tokens, indices, args.seq_len)
         micro_batches = shard_batch(inputs, labels, mesh, args.micro_batch_size, device)
-        lr = optimizer.param_groups[0]["lr"]
+        lr = learning_rate_of_step(train_state["step"], args.learning_rate, args.warmup_steps, args.num_train_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         loss, grad_norm = train_step(model, optimizer, micro_batches, mesh, args.max_grad_norm)
         step = train_state["step"] + 1
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             bar.close()
-            fail(
-                f"step {step} has loss {loss} and gradient norm {grad_norm}; no weight was touched, and the last "
-                "checkpoint is as it was: resume from it with a lower --learning_rate"
-            )
+            fail(f"step {step} has loss {loss} and gradient norm {grad_norm}: resume with a lower --learning_rate")
         if attention is not None and step == first_step:
             layers, calls = len(find_decoder_layers(model)), attention.calls // len(micro_batches)
-            # a layer that does not call it has seen only its own part of the sequence
-            agree(f"{calls} of {layers} layers ran context-parallel attention, not all" if calls != layers else None)
-        scheduler.step()
+            with on_all_ranks("context parallelism cannot be trusted with this model"):
+                if calls != layers:  # a layer that does not call it has seen only its own part of the sequence
+                    raise ValueError(f"{calls} of {layers} layers ran its attention, not all")
         train_state |= {"step": step, "tokens": train_state["tokens"] + inputs.numel()}
 
         entry = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": train_state["tokens"]}
         entry |= {"tokens_per_second": inputs.numel() / (time.perf_counter() - started), "run": train_state["run"]}
         if args.eval_every and step % args.eval_every == 0:
-            entry["eval_loss"] = evaluate(model, held_out_batches(tokens, held_out, args, mesh, device), mesh)
+            entry["eval_loss"] = evaluate(model, tokens, held_out, args, mesh, device)
         if is_main:
             print(json.dumps(entry), file=metrics, flush=True)
             if wandb_run is not None:
                 with contextlib.suppress(Exception):  # a failing wandb never stops a run
                     wandb_run.log(entry, step=step)
-            shown = {"loss": f"{loss:.4f}", "norm": f"{grad_norm:.3f}", "lr": f"{lr:.2e}"}
-            bar.set_postfix(shown | {"tok/s": f"{entry['tokens_per_second']:.0f}"}, refresh=False)
+            speed = f"{entry['tokens_per_second']:.0f} tok/s"
+            bar.set_postfix_str(f"loss {loss:.4f}, norm {grad_norm:.3f}, lr {lr:.2e}, {speed}", refresh=False)
             bar.update()
-        if step == args.num_train_steps or (args.save_every and step % args.save_every == 0):
-            path = save(train_state=train_state)
+
+        # a broken save ends the run at the next step; whatever happens in one is seen by all ranks in the same step
+        broken = saving is not None and saving.done() and saving.exception() is not None
+        stop = any_rank(bool(caught) or broken) or step == args.num_train_steps
+        if stop or (args.save_every and step % args.save_every == 0):
+            if saving is not None:
+                saving.result()  # one save at a time; raises what broke it
+            saving = save(about=dict(train_state))
+        if stop:
+            break
+    path = saving.result() if saving is not None else None
     bar.close()
     if wandb_run is not None:
         with contextlib.suppress(Exception):
@@ -1411,88 +1404,95 @@ def split_data(num_tokens: int, args: Config) -> tuple[int, range]:
     return trained, range(trained, sequences)
 
 
-def describe_run(args: Config, model: nn.Module, step: int, path: Path | None, num_tokens: int) -> None:
+def describe_run(args: Config, model: nn.Module, step: int, source: str, num_tokens: int) -> None:
     """Print every derived size once, in one line. Rank 0 only."""
-    parameters = sum(p.numel() for p in model.parameters())
-    state = sum(4 * 4 * (p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
-    batch = f"{args.global_batch_size} x {args.seq_len} = {args.global_batch_size * args.seq_len:,} tokens a step"
-    parts = [
-        f"mesh dp {args.dp_size} x cp {args.cp_size} x tp {args.tp_size} on {next(model.parameters()).device.type}",
-        f"{args.model_name}: {parameters:,} parameters, {state / 2**20:,.1f} MiB a rank with gradients and AdamW state",
-        f"{batch}, in micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size} a rank",
-        f"data: {num_tokens:,} tokens",
-        f"from {path}, step {step}{', nothing left to train' * (step >= args.num_train_steps)}"
-        if path
-        else "from step 0",
-    ]
-    print(" | ".join(parts), flush=True)
-
-
-def finish(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, last_words: str) -> None:
-    """Leave the process group and say where the result is. One plain process saves the model to `folder`, too."""
-    is_main = get_rank() == 0
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    else:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        print(f"Transformers folder: {folder}", flush=True)
-    if is_main:
-        print(last_words, flush=True)
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    mebibytes = sum(4 * 4 * p.numel() for p in local) / 2**20  # with gradient and AdamW state
+    tokens = f"{args.global_batch_size} x {args.seq_len} = {args.global_batch_size * args.seq_len:,} tokens a step"
+    mesh = f"mesh dp {args.dp_size} x cp {args.cp_size} x tp {args.tp_size} on {local[0].device.type}"
+    size = f"{sum(p.numel() for p in model.parameters()):,} parameters, {mebibytes:,.1f} MiB a rank in training"
+    batch = f"{tokens}, in micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size} a rank"
+    begin = f"weights: {source}, step {step}{', nothing left to train' * (step >= args.num_train_steps)}"
+    print(mesh, size, batch, f"data: {num_tokens:,} tokens", begin, sep=" | ", flush=True)
 
 
 # ---- 10 main ---------------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> None:
-    # 1, 2: flags, process group, mesh
     args = parse_arguments(argv)
+    output_dir = Path(args.output_dir)
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what DCP tells one process
+    if args.export_dir is not None:
+        found = find_checkpoint(args.resume, output_dir, 0, args.verify_checksums)
+        if found is None:
+            fail(f"--export_dir needs a checkpoint, and --output_dir {output_dir} has none; --resume PATH names one")
+        export_checkpoint(found[0], Path(args.export_dir), getattr(torch, args.export_dtype))
+        return print(f"Transformers folder: {args.export_dir}, of {found[0]}, step {found[1]['step']}", flush=True)
+
+    # 2: process group, mesh, output directory; 8: where the run begins
     device = start_process_group(args.device, args.timeout)
     sizes = {"tp": args.tp_size, "dp": args.dp_size, "cp": args.cp_size}
     mesh = build_mesh(device.type, **sizes, timeout_s=args.timeout) if dist.is_initialized() else None
-    open_output_dir(output_dir := Path(args.output_dir))
-    path, manifest, train_state = begin_run(args.resume, output_dir, args.verify_checksums)
+    lock = open_output_dir(output_dir)
+    path, begin = begin_run(args.resume, output_dir, args.verify_checksums)
+    train_state = {**sizes, **{key: begin[key] for key in ("run", "step", "tokens")}}
 
     # 3, 5, 4: config, tokenizer, attention, and the model as it is cut, still without storage
     config, tokenizer = load_config_and_tokenizer(args.model_name)
-    if manifest is not None and manifest.get("model_type") != config.model_type:
-        fail(
-            f"{path} holds a {manifest.get('model_type')}, but --model_name {args.model_name} is a {config.model_type}"
-        )
+    if begin.get("model_type", config.model_type) != config.model_type:
+        fail(f"{path} holds a {begin['model_type']}, but --model_name {args.model_name} is a {config.model_type}")
     check_attention(config, args.seq_len, args.cp_size, args.tp_size)
     attention = context_parallel_attention(mesh["cp"]) if args.cp_size > 1 else None
     if attention is not None:
         transformers.AttentionInterface.register("context_parallel", attention)
     model = build_model(config, mesh, device.type, getattr(torch, args.dtype))
 
-    # 6, 3: data, weights
-    tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer)
+    # 6: data; 3: weights, from a checkpoint, a folder or the seed
+    patience = host_group(timeout_s=2 * 86400)  # while one rank reads, downloads or tokenizes
+    tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer, patience)
     split = split_data(len(tokens), args)
-    read_weights = functools.partial(read_full_model, args.model_name, config, args.from_scratch, args.seed)
-    load_weights(model, device, read_weights if path is None else None)
+    source = str(path or args.init_from or args.model_name)
+    is_checkpoint = (Path(source) / ".metadata").is_file() and not args.from_scratch
+    if is_checkpoint and path is None and (Path(source) / MANIFEST).is_file():
+        find_checkpoint(source, output_dir, 0, args.verify_checksums)  # refuses it if it is damaged
+    read_weights = functools.partial(read_full_model, source, config, args.from_scratch, args.seed)
+    load_weights(model, device, None if is_checkpoint else read_weights, patience)
     if args.model_name != "tiny":
         with contextlib.suppress(OSError):  # most models have one; it goes along into each checkpoint
             model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
 
-    # 9: optimizer and schedule; 8: the state of a checkpoint
-    optimizer, scheduler = build_optimizer(
-        model, args.learning_rate, args.weight_decay, args.warmup_steps, args.num_train_steps
-    )
+    # 9: optimizer; 8: its state
+    optimizer = build_optimizer(model, args.weight_decay)
     # dropout: ranks hold other tokens or other heads, so they need other masks, and a resumed run not those of step 1
     torch.manual_seed(args.seed + 100_003 * (train_state["step"] + 1) + get_rank())
     if path is not None:
-        same_mesh = all(manifest.get(key) == value for key, value in {**sizes, "device": device.type}.items())
+        same_mesh = all(begin.get(key) == value for key, value in {**sizes, "device": device.type}.items())
         load_checkpoint(path, model, optimizer, rng_device=device if same_mesh else None)
-        set_schedule(scheduler, train_state["step"])
+    elif is_checkpoint:
+        load_checkpoint(Path(source), model)
 
     # 9: train, save
-    if get_rank() == 0:
-        describe_run(args, model, train_state["step"], path, len(tokens))
-    parts = {"sizes": sizes, "tokenizer": tokenizer, "keep_last": args.keep_last, "device": device}
-    save = functools.partial(save_checkpoint, output_dir, model, optimizer, **parts)
-    saved_path = train(model, optimizer, scheduler, tokens, split, args, mesh, device, train_state, save, attention)
-    place = f"checkpoint of step {train_state['step']}: {saved_path or path}"
-    finish(output_dir / "model", model, tokenizer, f"{place}\ngo on with: {resume_command(args, argv)}")
+    if is_main := get_rank() == 0:
+        describe_run(args, model, train_state["step"], source, len(tokens))
+    background = None
+    if args.async_save:  # pinned buffers are kept from save to save
+        stager = BlockingAsyncStager(cache_staged_state_dict=device.type == "cuda")
+        background = ThreadPoolExecutor(1), stager, host_group(args.timeout)
+    options = {"tokenizer": tokenizer, "keep_last": args.keep_last, "background": background}
+    save = functools.partial(save_checkpoint, output_dir, model, optimizer, **options)
+    path = train(model, optimizer, tokens, split, args, mesh, device, train_state, save, attention) or path
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    else:
+        model.save_pretrained(output_dir / "model")
+        tokenizer.save_pretrained(output_dir / "model")
+        print(f"Transformers folder: {output_dir / 'model'}", flush=True)
+    lock.release()
+    if is_main:
+        step, last = train_state["step"], args.num_train_steps
+        print(f"{'stopped by a signal, ' * (step < last)}checkpoint of step {step}: {path}", flush=True)
+        print(f"go on with: {resume_command(args, argv, last if step < last else 2 * last)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -113,6 +113,14 @@ def shard_model(source, sizes, dtype=torch.float32):
     return model, mesh
 
 
+def save(folder, model, optimizer, sizes, step, run="r", keep_last=100, background=None):
+    """Save as the script does in the mesh `sizes` (dp, cp, tp); returns the Future of the path."""
+    dp, cp, tp = sizes
+    about = {"tp": tp, "dp": dp, "cp": cp, "run": run, "step": step, "tokens": 0}
+    options = {"about": about, "tokenizer": None, "keep_last": keep_last, "background": background}
+    return load_script().save_checkpoint(Path(folder), model, optimizer, **options)
+
+
 def relative(a, b):
     """The largest difference of two tensors or numbers over the largest value."""
     a, b = torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)

@@ -1,7 +1,6 @@
 """A checkpoint of any mesh opens in any mesh: bit for bit, with stock DCP too, and training goes on as if unbroken."""
 
 import functools
-import itertools
 import math
 from pathlib import Path
 
@@ -10,7 +9,8 @@ import reference
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import load_script, make_batches, make_config, make_model, relative, shard_model
+import transformers
+from conftest import load_script, make_batches, make_config, make_model, relative, save, shard_model
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -22,13 +22,16 @@ CPU = torch.device("cpu")
 
 
 def build(sizes, **config):
-    """Model, optimizer, scheduler, mesh; the learning rate is constant, so that the plain process needs no schedule."""
-    script = load_script()
+    """Model, optimizer, mesh; the learning rate is constant, so that the plain process needs no schedule."""
     model, mesh = shard_model(make_model(make_config(**(CONFIG | config))), sizes)
-    optimizer, scheduler = script.build_optimizer(
-        model, learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY, warmup_steps=0, num_train_steps=10**9
-    )
-    return model, optimizer, scheduler, mesh
+    return model, make_optimizer(model), mesh
+
+
+def make_optimizer(model):
+    optimizer = load_script().build_optimizer(model, WEIGHT_DECAY)
+    for group in optimizer.param_groups:
+        group["lr"] = LEARNING_RATE
+    return optimizer
 
 
 def train(model, optimizer, mesh, first, last):
@@ -39,20 +42,6 @@ def train(model, optimizer, mesh, first, last):
         micro_batches = script.shard_batch(inputs, labels, mesh, inputs.shape[0] // dp, CPU)
         results.append(script.train_step(model, optimizer, micro_batches, mesh, max_grad_norm=MAX_NORM))
     return results
-
-
-def save(folder, model, optimizer, sizes, step, run="r", keep_last=100):
-    dp, cp, tp = sizes
-    return load_script().save_checkpoint(
-        Path(folder),
-        model,
-        optimizer,
-        sizes={"tp": tp, "dp": dp, "cp": cp},
-        train_state={"run": run, "step": step, "tokens": 0},
-        tokenizer=None,
-        keep_last=keep_last,
-        device=CPU,
-    )
 
 
 def full_state(model, optimizer):
@@ -70,9 +59,9 @@ def differing(state, expected):
 
 
 def save_after_4_steps(sizes, folder):
-    model, optimizer, _, mesh = build(sizes)
+    model, optimizer, mesh = build(sizes)
     results = train(model, optimizer, mesh, 0, 4)
-    save(folder, model, optimizer, sizes, step=4)
+    save(folder, model, optimizer, sizes, step=4).result()
     state = full_state(model, optimizer)
     return results, state if dist.get_rank() == 0 else None
 
@@ -81,7 +70,7 @@ def load_each(sizes, folders, expected_states, trained):
     """In one mesh: load the checkpoint of each folder, compare bit for bit; from those in `trained` go on to step 8."""
     script, results = load_script(), []
     for folder, expected in zip(folders, expected_states):
-        model, optimizer, _, mesh = build(sizes)
+        model, optimizer, mesh = build(sizes)
         path, _ = script.find_checkpoint("auto", Path(folder), 0, True)
         script.load_checkpoint(path, model, optimizer)
         wrong = differing(full_state(model, optimizer), expected) if expected else []
@@ -159,17 +148,17 @@ class SpecAppState(Stateful):
 
 
 def load_with_the_contract(sizes, path, expected):
-    model, optimizer, _, _ = build(sizes)
+    model, optimizer, _ = build(sizes)
     dcp.load(state_dict={"app": SpecAppState(model, optimizer)}, checkpoint_id=path)
     return differing(full_state(model, optimizer), expected)
 
 
 def save_with_the_contract(sizes, path):
-    model, optimizer, _, mesh = build(sizes)
+    model, optimizer, mesh = build(sizes)
     train(model, optimizer, mesh, 0, 2)
     dcp.save(state_dict={"app": SpecAppState(model, optimizer)}, checkpoint_id=path)
     expected = full_state(model, optimizer)
-    model, optimizer, _, _ = build(sizes)
+    model, optimizer, _ = build(sizes)
     load_script().load_checkpoint(Path(path), model, optimizer)
     return differing(full_state(model, optimizer), expected)
 
@@ -184,18 +173,18 @@ def test_the_contracts_snippets_read_and_write_it(pool, saved, tmp_path):
 def resume_bit_equal(sizes, folder):
     """Unbroken steps 5 to 8, and the same after a save, a load into a fresh model, and a second generation of that."""
     script, config = load_script(), {"attention_dropout": 0.1}
-    model, optimizer, _, mesh = build(sizes, **config)
+    model, optimizer, mesh = build(sizes, **config)
     torch.manual_seed(7 + dist.get_rank())
     train(model, optimizer, mesh, 0, 4)
-    path = save(folder, model, optimizer, sizes, step=4)
+    path = save(folder, model, optimizer, sizes, step=4).result()
     expected = train(model, optimizer, mesh, 4, STEPS)
     results = []
     for first, last in [(4, 6), (6, STEPS)]:
-        model, optimizer, _, mesh = build(sizes, **config)
+        model, optimizer, mesh = build(sizes, **config)
         torch.manual_seed(99)
         script.load_checkpoint(path, model, optimizer, rng_device=CPU)
         results += train(model, optimizer, mesh, first, last)
-        path = save(folder, model, optimizer, sizes, step=last)
+        path = save(folder, model, optimizer, sizes, step=last).result()
     return results, expected
 
 
@@ -205,13 +194,13 @@ def test_same_mesh_goes_on_bit_equal_with_dropout(pool, tmp_path):
 
 
 def saves_change_nothing(sizes, folder):
-    model, optimizer, _, mesh = build(sizes)
+    model, optimizer, mesh = build(sizes)
     expected = train(model, optimizer, mesh, 0, 4)
     expected_state = full_state(model, optimizer)
-    model, optimizer, _, mesh = build(sizes)
+    model, optimizer, mesh = build(sizes)
     results = []
     for step in range(4):
-        save(folder, model, optimizer, sizes, step=step)
+        save(folder, model, optimizer, sizes, step=step).result()
         results += train(model, optimizer, mesh, step, step + 1)
     return results == expected and not differing(full_state(model, optimizer), expected_state)
 
@@ -225,19 +214,16 @@ def frozen_unused_and_tied(sizes, folder):
     script = load_script()
 
     def make():
-        model, optimizer, _, mesh = build(sizes, tied=True, vocab=512)
+        model, _, mesh = build(sizes, tied=True, vocab=512)
         model.model.norm.weight.requires_grad_(False)
-        optimizer, _ = script.build_optimizer(
-            model, learning_rate=LEARNING_RATE, weight_decay=0.1, warmup_steps=0, num_train_steps=10**9
-        )
-        return model, optimizer, mesh
+        return model, make_optimizer(model), mesh
 
     model, optimizer, mesh = make()
     assert model.lm_head.weight is model.model.embed_tokens.weight, "sharding has broken the tie"
     train(model, optimizer, mesh, 0, 2)
     unused = next(p for p in model.parameters() if p.requires_grad)
     optimizer.state[unused] = {k: torch.zeros_like(v) for k, v in optimizer.state[unused].items()}
-    path = save(folder, model, optimizer, sizes, step=2)
+    path = save(folder, model, optimizer, sizes, step=2).result()
     expected = full_state(model, optimizer)
     expected_losses = train(model, optimizer, mesh, 2, 4)
     model, optimizer, mesh = make()
@@ -265,10 +251,10 @@ def test_frozen_unused_and_tied_parameters(pool, tmp_path):
 
 
 def names_after_saves(sizes, folder):
-    model, optimizer, _, _ = build(sizes)
+    model, optimizer, _ = build(sizes)
     steps = []
     for step, run in [(1, "a"), (2, "a"), (3, "a"), (1, "b"), (2, "b"), (3, "b"), (2, "b")]:
-        save(folder, model, optimizer, sizes, step, run=run, keep_last=2)
+        save(folder, model, optimizer, sizes, step, run=run, keep_last=2).result()
         steps.append(sorted(path.name for path in Path(folder).iterdir()))
     return steps
 
@@ -326,8 +312,8 @@ def stop_after_save(step):
     original = script.save_checkpoint
 
     def save_and_stop(*args, **kwargs):
-        original(*args, **kwargs)
-        if kwargs["train_state"]["step"] == step:
+        original(*args, **kwargs).result()
+        if kwargs["about"]["step"] == step:
             raise SystemExit(7)
 
     script.save_checkpoint = save_and_stop
@@ -341,22 +327,22 @@ def stop_after_step_4():
     stop_after_save(4)
 
 
-def test_schedule_and_options_follow_the_flags_on_resume(script):
-    """The learning rate after a resume is that of the flags at that step, also with other flags than at the save."""
-    model = torch.nn.Linear(3, 3)
-    for learning_rate, steps in itertools.product([1e-2, 3e-3], [10, 20]):
-        options = {"weight_decay": 0.1, "warmup_steps": 3, "num_train_steps": steps}
-        optimizer, scheduler = script.build_optimizer(model, learning_rate=learning_rate, **options)
-        expected = []
-        for _ in range(8):
-            expected.append(optimizer.param_groups[0]["lr"])
+def test_learning_rate_is_that_of_transformers_and_a_function_of_the_step(script):
+    for peak, steps, warmup in [(1e-2, 10, 3), (3e-3, 20, 3), (1e-3, 5, 0), (1e-3, 4, 6)]:
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak)
+        schedule = transformers.get_cosine_schedule_with_warmup(optimizer, warmup, max(steps, warmup + 1))
+        for step in range(steps):
+            rate = script.learning_rate_of_step(step, peak, warmup, steps)
+            assert rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12, abs=1e-15), (peak, steps, step)
             optimizer.step()
-            scheduler.step()
-        optimizer, scheduler = script.build_optimizer(model, learning_rate=learning_rate, **options)
-        script.set_schedule(scheduler, 5)
-        resumed = []
-        for _ in range(5, 8):
-            resumed.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            scheduler.step()
-        assert resumed == expected[5:]
+            schedule.step()
+
+
+def test_options_follow_the_flags_on_resume(pool, tmp_path):
+    """Another learning rate, weight decay and length on resume: as if the run had had them all along."""
+    flags = ["--seq_len", 32, "--global_batch_size", 2, "--warmup_steps", 2, "--output_dir", tmp_path]
+    assert pool.launch(0, *flags, "--num_train_steps", 3).codes == [0]
+    changed = ["--num_train_steps", 6, "--learning_rate", 0.01, "--resume", "auto"]
+    assert pool.launch(0, *flags, *changed).codes == [0]
+    rates = [row["lr"] for row in read_metrics(tmp_path)]
+    assert rates[3:] == [load_script().learning_rate_of_step(step, 0.01, 2, 6) for step in (3, 4, 5)]

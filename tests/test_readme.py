@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, load_script, make_config, make_model
+from conftest import ROOT, make_config, make_model, save
 
 
 README = (ROOT / "README.md").read_text()
@@ -38,12 +38,9 @@ def run_the_loading_snippet(folder):
     """The README's lines, word for word, in a folder that holds output/checkpoint_tp2_dp2_cp2."""
     import os
 
-    script = load_script()
     saved = make_model(make_config("llama"), seed=1)
-    options = {"sizes": {"tp": 2, "dp": 2, "cp": 2}, "keep_last": 1, "device": torch.device("cpu"), "tokenizer": None}
-    train_state = {"run": "r", "step": 1, "tokens": 0}
     optimizer = torch.optim.AdamW(saved.parameters(), lr=0.1)
-    script.save_checkpoint(Path(folder) / "output", saved, optimizer, train_state=train_state, **options)
+    save(Path(folder) / "output", saved, optimizer, (2, 2, 2), step=1).result()
     model = make_model(make_config("llama"), seed=2)
     os.chdir(folder)
     [snippet] = [body for language, body in FENCES if language == "python" and "dcp.load" in body]
