@@ -5,8 +5,7 @@
     torchrun --standalone --nproc_per_node 8 3D_parallel.py --tp_size 2 --cp_size 2 --model_name FOLDER_OR_HUB_ID
     python 3D_parallel.py                        # one process, no process group
 
-Read it from the top to the bottom, which is nearly the order in which a run goes through it; main has the exact one.
-
+Read it from top to bottom, which is nearly the order in which a run goes through it; main has the exact one.
     1 configuration   2 start   3 model   4 plans   5 attention   6 data   7 loss   8 checkpoint   9 training   10 main
 
 Three axes share the ranks. "tp" splits every large matrix and, between the blocks, the sequence; "cp" splits the
@@ -69,9 +68,6 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.optim import Optimizer
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-
-Batch = dict[str, Tensor]  # "input_ids", "position_ids" and "labels", (B, S) each
 
 
 # ---- 1 configuration -------------------------------------------------------------------------------------------------
@@ -202,8 +198,8 @@ def start_process_group(device: str, timeout_s: int) -> torch.device:
         chosen, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(chosen)
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        device_id = chosen if chosen.type == "cuda" else None
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device_id)
+        timeout, device_id = timedelta(seconds=timeout_s), chosen if chosen.type == "cuda" else None
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     return chosen
 
 
@@ -515,7 +511,7 @@ def build_model(config: PreTrainedConfig, mesh: DeviceMesh | None, device: str, 
 
 
 def load_weights(
-    model: PreTrainedModel, device: torch.device, read_weights: Callable | None, group: ProcessGroup | None = None
+    model: PreTrainedModel, device: torch.device, read_weights: Callable | None, source: str, group: ProcessGroup | None
 ) -> None:
     """Give a cut model its storage and its first weights, the same in every mesh. A collective.
 
@@ -523,7 +519,7 @@ def load_weights(
     wait on `group`; with None nobody does, because a checkpoint follows.
     """
     full_tensors = {}
-    with on_all_ranks("the weights cannot be loaded", group):
+    with on_all_ranks(f"the weights of {source} cannot be loaded", group):
         if read_weights is not None and get_rank() == 0:
             full_tensors = read_weights().state_dict()
             if lacking := sorted({name for name, _ in model.named_parameters()} - full_tensors.keys()):
@@ -733,7 +729,7 @@ def read_sequences(tokens: np.ndarray, indices: Iterable[int], seq_len: int) -> 
 
 def shard_batch(
     inputs: Tensor, labels: Tensor, mesh: DeviceMesh | None, micro_batch_size: int, device: torch.device
-) -> list[Batch]:
+) -> list[dict[str, Tensor]]:
     """Cut a global batch, (B, S), into this rank's micro-batches: dp takes rows, cp two chunks, tp gets the same."""
     dp_rank, dp, cp_rank, cp = 0, 1, 0, 1
     if mesh is not None:
@@ -749,7 +745,7 @@ def shard_batch(
 # ---- 7 loss ----------------------------------------------------------------------------------------------------------
 
 
-def forward_loss(model: nn.Module, batch: Batch) -> Tensor:
+def forward_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The sum of the cross entropy over all labels of a batch that are not -100, in float32, without a gradient scale.
 
     To be called, and its backward too, inside `loss_parallel`: under tp the logits (B, S, V) are a DTensor that is
@@ -888,16 +884,22 @@ def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any], ke
 
 
 def write_checkpoint(
-    final: Path, state: dict, manifest: dict, parts: list, keep_last: int, group: ProcessGroup | None = None
+    final: Path,
+    state: dict,
+    about: dict,
+    texts: dict,
+    tokenizer: Any,
+    keep_last: int,
+    group: ProcessGroup | None = None,
 ) -> Path:
     """Write a state dict to the directory `final`, atomically. A collective over `group`; returns `final`.
 
-    Each rank writes its own shards into a hidden sibling; when all have, rank 0 adds the manifest ("run", "step", ...
+    Each rank writes its own shards into a hidden sibling; when all have, rank 0 adds the manifest (`about`,
     and the size and checksum of each file) and renames it into place. If anything fails, all ranks end with one
-    sentence, and older checkpoints are as they were. `parts` (config, tokenizer, ...) go along by `save_pretrained`.
+    sentence, and older checkpoints are as they were. `texts` are small files by name, that go along.
     """
-    temporary, is_main = final.with_name(f".tmp_{final.name}_{manifest['run']}"), get_rank() == 0
-    failed = f"step {manifest['step']} could not be saved in {final.parent}"
+    temporary, is_main = final.with_name(f".tmp_{final.name}_{about['run']}"), get_rank() == 0
+    failed = f"step {about['step']} could not be saved in {final.parent}"
     with contextlib.ExitStack() as at_end:
         if is_main:  # what is left of a save that fails; a good one is no longer there
             at_end.callback(shutil.rmtree, temporary, ignore_errors=True)
@@ -907,21 +909,23 @@ def write_checkpoint(
                     for left_over in final.parent.glob(pattern):  # by saves that were killed: no other run writes here
                         shutil.rmtree(left_over, ignore_errors=True)
                 temporary.mkdir(parents=True)
-                for part in parts:
-                    part.save_pretrained(temporary)
+                for name, text in texts.items():
+                    (temporary / name).write_text(text)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(temporary)
         with on_all_ranks(failed, group):
             # more than one thread can lose the exception of one, and report a save that lacks half of its tensors
             writer = dcp.FileSystemWriter(temporary, thread_count=1)
             dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
-            if is_main and manifest["tied"]:
-                add_tied_names(temporary, manifest["tied"])
+            if is_main and about["tied"]:
+                add_tied_names(temporary, about["tied"])
             shards = f"__{get_rank()}_"  # as DCP names what a rank writes
             mine = [p for p in temporary.iterdir() if p.name.startswith(shards) or (is_main and p.suffix != ".distcp")]
             files = {path.name: {"size": path.stat().st_size, "sha256": checksum(path)} for path in mine}
         files = {name: entry for part in gather_objects(files, group) for name, entry in part.items()}
         with on_all_ranks(failed, group):
             if is_main:
-                commit_checkpoint(temporary, final, {**manifest, "saved": time.time(), "files": files}, keep_last)
+                commit_checkpoint(temporary, final, {**about, "saved": time.time(), "files": files}, keep_last)
     return final
 
 
@@ -946,13 +950,16 @@ def save_checkpoint(
     state = {"app": app, "rng": rng_state(device)}
     manifest = {"format": FORMAT, **about, "device": device.type, "model_type": model.config.model_type, "tied": tied}
     manifest |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    parts = [part for part in (model.config, model.generation_config, tokenizer) if part is not None]
+    # not by save_pretrained, which refuses some configs that from_pretrained has read, after hours of training
+    configs = {"config.json": model.config, "generation_config.json": model.generation_config}
+    texts = {name: config.to_json_string() for name, config in configs.items() if config is not None}
     final = output_dir / "checkpoint_tp{tp}_dp{dp}_cp{cp}".format(**about)
     if background is not None:
         thread, stager, group = background
-        return thread.submit(write_checkpoint, final, stager.stage(state), manifest, parts, keep_last, group)
+        state = stager.stage(state)
+        return thread.submit(write_checkpoint, final, state, manifest, texts, tokenizer, keep_last, group)
     done: Future = Future()
-    done.set_result(write_checkpoint(final, state, manifest, parts, keep_last))
+    done.set_result(write_checkpoint(final, state, manifest, texts, tokenizer, keep_last))
     return done
 
 
@@ -1161,7 +1168,7 @@ def export_checkpoint(path: Path, folder: Path, dtype: torch.dtype) -> None:
             if file.suffix != ".distcp" and file.name not in (".metadata", MANIFEST):
                 shutil.copyfile(file, temporary / file.name)
         config.dtype, config.architectures = dtype, [type(model).__name__]
-        config.save_pretrained(temporary)
+        config.to_json_file(temporary / "config.json")
         os.rename(temporary, folder)
 
 
@@ -1210,7 +1217,7 @@ def reduce_loss_and_norm(loss_sum: Tensor, model: nn.Module, mesh: DeviceMesh | 
 
 
 def train_step(
-    model: nn.Module, optimizer: Optimizer, micro_batches: list[Batch], mesh: DeviceMesh | None, max_grad_norm: float
+    model: nn.Module, optimizer: Optimizer, micro_batches: list[dict], mesh: DeviceMesh | None, max_grad_norm: float
 ) -> tuple[float, float]:
     """One optimizer step on one global batch, of which this rank has its micro-batches.
 
@@ -1457,7 +1464,7 @@ def main(argv: list[str]) -> None:
     if is_checkpoint and path is None and (Path(source) / MANIFEST).is_file():
         find_checkpoint(source, output_dir, 0, args.verify_checksums)  # refuses it if it is damaged
     read_weights = functools.partial(read_full_model, source, config, args.from_scratch, args.seed)
-    load_weights(model, device, None if is_checkpoint else read_weights, patience)
+    load_weights(model, device, None if is_checkpoint else read_weights, source, patience)
     if args.model_name != "tiny":
         with contextlib.suppress(OSError):  # most models have one; it goes along into each checkpoint
             model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
@@ -1485,8 +1492,9 @@ def main(argv: list[str]) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     else:
-        model.save_pretrained(output_dir / "model")
-        tokenizer.save_pretrained(output_dir / "model")
+        with on_all_ranks(f"the checkpoint is {path}, but {output_dir / 'model'} cannot be written"):
+            model.save_pretrained(output_dir / "model")
+            tokenizer.save_pretrained(output_dir / "model")
         print(f"Transformers folder: {output_dir / 'model'}", flush=True)
     lock.release()
     if is_main:

@@ -52,4 +52,6 @@ fi
 LAUNCHED_AS="${PYTHON:+PYTHON=$(printf %q "$PYTHON") }TP_SIZE=$TP_SIZE ${DP_SIZE:+DP_SIZE=$DP_SIZE }CP_SIZE=$CP_SIZE"
 LAUNCHED_AS+=" $(printf %q "${BASH_SOURCE[0]}")"
 export LAUNCHED_AS
-exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$processes" "$here/3D_parallel.py" "$@"
+# on SIGTERM and SIGUSR1 the ranks save and end; torchrun hands on what it is told to
+exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$processes" \
+    --signals_to_handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 "$here/3D_parallel.py" "$@"

@@ -79,6 +79,11 @@ BAD_FLAGS = [
     Flags("clipping to zero", "--max_grad_norm 0", r"--max_grad_norm 0 would erase every gradient; .* turns"),
     Flags("save_every negative", "--save_every -5", r"--save_every -5 must be a number from 0 up"),
     Flags("keep none", "--keep_last 0", r"--keep_last 0 must be at least 1"),
+    Flags("two beginnings", "--init_from a --from_scratch", r"--init_from a and --from_scratch exclude each other"),
+    Flags("export of nothing", "--export_dir out", r"--export_dir takes one process and a checkpoint: .*--resume"),
+    Flags("export on two ranks", "--export_dir out --resume auto", r"--export_dir takes one process", 2),
+    Flags("export to a file", f"--export_dir {__file__} --resume auto", r"--export_dir \S+ exists already; give a new"),
+    Flags("export dtype", "--export_dtype int8", r"--export_dtype\b.*int8.*bfloat16"),
     Flags("no time", "--timeout 0", r"--timeout 0 must be at least 1"),
 ]
 
@@ -184,12 +189,22 @@ BAD_RUNS = [
     Run("flag: TP_SIZE", "", r"(?i)tp_size.*\bx\b", (0, 2), {"TP_SIZE": "x"}),
     Run("flag: unknown", "--seqlen 3", r"unrecognized arguments: --seqlen 3", (2,)),
     # the place for the output, and the checkpoint to go on from
-    Run("output is a file", "--output_dir {inputs}/short.txt", r"--output_dir \S+short.txt cannot be written to"),
-    Run("output is below a file", "--output_dir {inputs}/short.txt/o", r"--output_dir \S+/o cannot be written to"),
-    Run("output is read-only", "--output_dir /proc/output", r"--output_dir /proc/output cannot be written to"),
-    Run("resume: no path", "--resume {inputs}/nowhere", r"--resume \S+/nowhere: .*no readable manifest.json"),
-    Run("resume: no manifest", "--resume {inputs}/gpt2", r"--resume \S+/gpt2: .*no readable manifest.json"),
-    Run("resume: broken manifest", "--resume {inputs}/broken", r"--resume \S+/broken: .*no readable manifest.json"),
+    Run(
+        "output is a file",
+        "--output_dir {inputs}/short.txt",
+        r"--output_dir \S+short.txt cannot be used, .*File exists",
+    ),
+    Run(
+        "output is below a file",
+        "--output_dir {inputs}/short.txt/o",
+        r"--output_dir \S+/o cannot be used, .*Not a directory",
+    ),
+    Run("output is read-only", "--output_dir /proc/output", r"--output_dir /proc/output cannot be used"),
+    Run("resume: no path", "--resume {inputs}/nowhere", r"\S+/nowhere has no readable manifest.json"),
+    Run("resume: no manifest", "--resume {inputs}/gpt2", r"\S+/gpt2 has no readable manifest.json"),
+    Run("resume: broken manifest", "--resume {inputs}/broken", r"\S+/broken has no .* manifest.json.*--resume auto"),
+    Run("init_from: no path", TEXT + "--init_from {inputs}/nowhere", r"weights of \S+/nowhere cannot be loaded"),
+    Run("init_from: no weights", TEXT + "--init_from {inputs}/bare", r"weights of \S+/bare cannot be loaded"),
     # config and tokenizer
     Run("model: unknown", "--model_name no/such-model", r"config of --model_name no/such-model cannot be read.*'tiny'"),
     Run("model: no config", "--model_name {inputs}/empty", r"config of --model_name \S+/empty cannot be read"),
@@ -206,7 +221,7 @@ BAD_RUNS = [
     Run("dropout, cp", "--model_name {inputs}/dropout --cp_size 2", r"attention_dropout 0.1.* cp_size 2 cannot", (2,)),
     Run("softcap, cp", "--model_name {inputs}/gemma2 --cp_size 2", r"gemma2 has softcap in att.* cp_size 2", (2,)),
     # data
-    Run("data: no file", "--dataset_name {inputs}/no.txt", r"--dataset_name \S+/no.txt cannot be read \(.*no.txt"),
+    Run("data: no file", "--dataset_name {inputs}/no.txt", r"--dataset_name \S+/no.txt cannot be read.*: .*no.txt"),
     Run("data: unknown", "--dataset_name no/such-data", r"--dataset_name no/such-data cannot be read.*'stdlib'"),
     Run("data: empty file", "--dataset_name {inputs}/empty.txt", r"--dataset_name \S+/empty.txt .*it is empty"),
     Run("data: empty texts", "--dataset_name {inputs}/blank.jsonl", r"\S+/blank.jsonl .*(empty|0 tokens|no text)"),
@@ -316,7 +331,7 @@ def test_the_printed_command_keeps_flags_and_mesh(script, as_rank, monkeypatch):
     monkeypatch.delenv("LAUNCHED_AS", raising=False)
     monkeypatch.setattr(script.sys, "argv", ["3D_parallel.py"])
     argv = ["--resume=auto", "--num_train_steps", "7", "--output_dir", "a b", "--tp-size", "2"]
-    command = script.resume_command(script.parse_arguments(argv), argv)
+    command = script.resume_command(script.parse_arguments(argv), argv, 14)
     assert command == (
         "torchrun --standalone --nproc_per_node 2 3D_parallel.py --tp_size 2 --dp_size 1 --cp_size 1 "
         "--output_dir 'a b' --resume auto --num_train_steps 14"

@@ -1,113 +1,164 @@
 """Real faults: kills, full disks, damaged and hostile checkpoints. What was saved is still there, and is found."""
 
+import collections
+import contextlib
+import functools
+import io
 import json
 import os
 import pickle
 import resource
 import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import load_script, make_config, make_model
+from conftest import load_script, make_config, make_model, save
 
 
-CPU = torch.device("cpu")
-SIZES = {"tp": 1, "dp": 1, "cp": 1}
 FLAGS = ["--seq_len", 32, "--global_batch_size", 2, "--warmup_steps", 2]
 
 
-# one process saves a checkpoint whose parameters all have the value of its step
+# a checkpoint whose parameters and moments all have the value of its step, so that a mixed one cannot be missed
 
 
-def small_model(step=0):
-    model = make_model(make_config("llama", num_hidden_layers=1))
+def small_model(step, layers=1):
+    model = make_model(make_config("llama", tied=True, vocab=64, num_hidden_layers=layers))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(step)
     return model
 
 
-def save_step(script, folder, step, run="run", keep_last=2):
-    model = small_model(step)
+def filled_optimizer(model, step):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    state = {"run": run, "step": step, "tokens": 0}
-    options = {"sizes": SIZES, "train_state": state, "tokenizer": None, "keep_last": keep_last, "device": CPU}
-    return script.save_checkpoint(Path(folder), model, optimizer, **options)
+    load_script().init_optimizer_state(optimizer)
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            tensor.fill_(step)
+    return optimizer
 
 
-def resumed_step(script, folder):
-    """The step that --resume auto finds, after loading it and comparing every parameter with it."""
+def save_step(folder, step, keep_last=2, sizes=(1, 1, 1), before=lambda: None):
+    model = small_model(step)
+    if dist.is_initialized():
+        load_script().apply_fsdp(model, dist.init_device_mesh("cpu", (dist.get_world_size(),)), dtype=torch.float32)
+    optimizer = filled_optimizer(model, step)
+    before()
+    return save(folder, model, optimizer, sizes, step, run="run", keep_last=keep_last).result()
+
+
+def resumed_step(folder):
+    """The step that --resume auto finds, after loading it and comparing every value with it."""
+    script = load_script()
     found = script.find_checkpoint("auto", Path(folder), 0, True)
     if found is None:
         return None
     path, manifest = found
     model = small_model(-1)
-    script.load_checkpoint(path, model, torch.optim.AdamW(model.parameters(), lr=0.1))
-    assert all((parameter == manifest["step"]).all() for parameter in model.parameters()), f"{path} is mixed"
+    optimizer = filled_optimizer(model, -1)
+    script.load_checkpoint(path, model, optimizer)
+    tensors = [*model.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
+    assert all((tensor == manifest["step"]).all() for tensor in tensors), f"{path} is mixed"
     return manifest["step"]
 
 
-def kill_at_operation(folder, number):
-    """SIGKILL this process right before the n-th call that opens, renames, creates or removes something in folder."""
-    seen = 0
-
-    def hook(event, args):
-        nonlocal seen
-        if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "os.scandir"):
-            if any(isinstance(arg, (str, os.PathLike)) and str(arg).startswith(folder) for arg in args):
-                seen += 1
-                if seen == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
+# a kill before each call of a save that touches files, on any of two ranks
 
 
-def sweep(folder, saved_before, every):
-    """Kill the save that follows `saved_before` saves at each of its file operations; returns the steps found after."""
-    script, found = load_script(), {}
-    number = 1
-    while True:
-        target = f"{folder}/{saved_before}_{number}"
-        for step in range(1, saved_before + 1):
-            save_step(script, target, step)
+def kill_at_call(folder, number, calls):
+    """SIGKILL this process right before its n-th call that opens, writes out, renames, creates or removes a file."""
+
+    def count(call):
+        calls.append(call)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def audit(event, args):
+        if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir") and str(args[0]).startswith(str(folder)):
+            count(event)
+
+    def profile(frame, event, function):
+        # what Python's own events leave out; `write` fills a buffer, `flush` and the end of a `with` write it out
+        if event == "c_call" and function.__name__ in ("flush", "close", "fsync", "__exit__"):
+            owner = getattr(function, "__self__", None)
+            if hasattr(owner, "fileno") or getattr(owner, "__name__", "") == "posix":
+                count(function.__name__)
+
+    sys.addaudithook(audit)
+    sys.setprofile(profile)
+
+
+def save_and_die(folder, store, rank, victim, number, step, sizes):
+    """One rank of a save in which the victim dies before its n-th call. Exits with 0, 1, or 9 where it lives."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), contextlib.redirect_stdout(nowhere):
+        calls, arm = [], lambda: None
+        if rank == victim:
+            arm = functools.partial(kill_at_call, folder, number, calls)
+        with contextlib.suppress(Exception):  # what gloo raises when the other rank is gone
+            save_step(folder, step, sizes=sizes, before=arm)
+        sys.setprofile(None)
+    if rank == victim:
+        Path(f"{store}.count").write_text(json.dumps(calls))
+    os._exit(0)
+
+
+def kill_one(template, folder, victim, number, step):
+    """Copy what was saved before, kill the next save; returns the calls that the victim has made if it has lived."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(template, folder / "output")
+    store = folder / "store"
+    children = []
+    for rank in range(2):
         child = os.fork()
         if child == 0:
-            kill_at_operation(target, number)
-            save_step(script, target, saved_before + 1)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        found[number] = resumed_step(script, target)
-        if os.waitstatus_to_exitcode(status) == 0:
-            return found
+            save_and_die(folder / "output", store, rank, victim, number, step, (2, 1, 1))
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    count = Path(f"{store}.count")
+    assert codes[victim] == (0 if count.exists() else -signal.SIGKILL), codes
+    return json.loads(count.read_text()) if count.exists() else None
+
+
+def sweep(folder, saved_before, victim, every):
+    """Kill the save that follows `saved_before` saves at its calls; returns the step that is found after each."""
+    dist.destroy_process_group()  # a forked child cannot use its parent's
+    folder, found = Path(folder), {}
+    (template := folder / "template").mkdir(parents=True)
+    for step in range(1, saved_before + 1):
+        save_step(template, step, sizes=(2, 1, 1))
+    calls = kill_one(template, folder / "whole", victim, 10**9, saved_before + 1)
+    moving = ("os.rename", "os.rmdir")  # the kills before and after these are always among those of a short sweep
+    numbers = [n for n in range(1, len(calls) + 1) if n % every == 0 or {*calls[max(0, n - 2) : n]} & {*moving}]
+    for number in numbers:
+        kill_one(template, folder / "killed", victim, number, saved_before + 1)
+        output = folder / "killed" / "output"
+        found[number] = resumed_step(output)
         # the next save sweeps what the killed one left, and is found
-        save_step(script, target, saved_before + 2)
-        assert resumed_step(script, target) == saved_before + 2
-        assert not list(Path(target).glob(".tmp_*")) and not list(Path(target).glob(".removed_*"))
-        shutil.rmtree(target)
-        number += every
+        save_step(output, saved_before + 2)
+        assert resumed_step(output) == saved_before + 2
+        assert not list(output.glob(".tmp_*")) and not list(output.glob(".removed_*")), f"call {number}"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    return calls, found
 
 
-@pytest.mark.parametrize("saved_before", [0, 1, 2, 3], ids=["first", "second", "third", "prunes"])
-def test_kill_at_every_file_operation(pool, tmp_path, saved_before):
+@pytest.mark.parametrize("victim", [0, 1], ids=["rank 0", "rank 1"])
+@pytest.mark.parametrize("saved_before", [0, 1, 2], ids=["first", "second", "prunes"])
+def test_kill_at_every_call(pool, tmp_path, saved_before, victim):
     """A kill between any two calls leaves the last complete checkpoint, or the new one, bit for bit; never a mix."""
-    every = 1 if os.environ.get("SWEEP") == "all" else 4
-    found = pool.run(1, sweep_alone, str(tmp_path), saved_before, every)[0]
-    allowed = {saved_before or None, saved_before + 1}
-    assert set(found.values()) <= allowed, f"killed at operation: step found {found}"
-    assert len(found) > 30 // every and found[max(found)] == saved_before + 1, found
-
-
-def sweep_alone(folder, saved_before, every):
-    torch.distributed.destroy_process_group()  # a forked child cannot use its parent's
-    try:
-        return sweep(folder, saved_before, every)
-    finally:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    every = 1 if os.environ.get("SWEEP") == "all" else 29
+    calls, found = pool.run(1, sweep, str(tmp_path), saved_before, victim, every, timeout=1800)[0]
+    print(f"killed at {len(found)} of {len(calls)} calls; steps found: {collections.Counter(found.values())}")
+    assert set(found.values()) <= {saved_before or None, saved_before + 1}, f"killed at call: step found {found}"
+    assert {"open", "flush", "fsync"} <= set(calls), collections.Counter(calls)
 
 
 # damage to the newest checkpoint: it is named and skipped, an older one is taken; asked for by path it is refused
@@ -146,9 +197,9 @@ DAMAGES = {
 def test_damaged_checkpoint_is_named_and_skipped(script, tmp_path, capsys, damage):
     file, do, sentence = DAMAGES[damage]
     for step in (1, 2):
-        path = save_step(script, tmp_path, step)
+        path = save_step(tmp_path, step)
     do(path / file)
-    assert resumed_step(script, tmp_path) == 1
+    assert resumed_step(tmp_path) == 1
     printed = capsys.readouterr().out
     assert "skipped" in printed and sentence in printed and str(path) in printed, printed
     with pytest.raises(SystemExit) as refusal:
@@ -157,7 +208,7 @@ def test_damaged_checkpoint_is_named_and_skipped(script, tmp_path, capsys, damag
 
 
 def test_checksums_can_be_turned_off_sizes_cannot(script, tmp_path):
-    path = save_step(script, tmp_path, 1)
+    path = save_step(tmp_path, 1)
     flip(path / "__0_0.distcp")
     assert script.find_checkpoint("auto", tmp_path, 0, False) is not None
     truncate(path / "__0_0.distcp", 10)
@@ -166,18 +217,28 @@ def test_checksums_can_be_turned_off_sizes_cannot(script, tmp_path):
 
 def test_another_models_checkpoint_is_refused_by_name(script, tmp_path, capsys):
     """More layers or fewer: a layer of the checkpoint that the model does not have must not be dropped in silence."""
-    path = save_step(script, tmp_path, 1)
-    two_layers = make_model(make_config("llama", num_hidden_layers=2))
+    path = save_step(tmp_path, 1)
+    two_layers = small_model(2, layers=2)
     with pytest.raises(SystemExit):
         script.load_checkpoint(path, two_layers)
-    assert "of another model: model.layers.1" in capsys.readouterr().err
-    optimizer = torch.optim.AdamW(two_layers.parameters())
-    state = {"run": "run", "step": 2, "tokens": 0}
-    options = {"sizes": SIZES, "train_state": state, "tokenizer": None, "keep_last": 2, "device": CPU}
-    path = script.save_checkpoint(tmp_path, two_layers, optimizer, **options)
+    assert "of another model, model.layers.1" in capsys.readouterr().err
+    path = save(tmp_path, two_layers, filled_optimizer(two_layers, 2), (1, 1, 1), step=2).result()
     with pytest.raises(SystemExit):
-        script.load_checkpoint(path, small_model())
-    assert "of another model: model.layers.1" in capsys.readouterr().err
+        script.load_checkpoint(path, small_model(0))
+    assert "of another model, model.layers.1" in capsys.readouterr().err
+
+
+def test_a_missing_entry_is_named(script, tmp_path, capsys):
+    """The optimizer's state of one parameter lacks; torch speaks of float() and a dict, or resumes without it."""
+    model = small_model(1)
+    optimizer = filled_optimizer(model, 1)
+    state = script.AppState(model, optimizer).state_dict()
+    del state["optim"]["state"]["model.norm.weight"]["exp_avg"]
+    dcp.save({"app": state}, checkpoint_id=tmp_path, no_dist=True)
+    model = small_model(0)
+    with pytest.raises(SystemExit):
+        script.load_checkpoint(tmp_path, model, filled_optimizer(model, 0))
+    assert "app.optim.state.model.norm.weight.exp_avg" in capsys.readouterr().err
 
 
 class Bomb:
@@ -192,28 +253,82 @@ class Bomb:
 
 def test_checkpoints_that_run_code_are_refused(script, tmp_path, capsys):
     """Stock DCP runs both of these; the first shows that the bombs work."""
-    path, exploded = save_step(script, tmp_path / "a", 1), tmp_path / "exploded"
+    path, exploded = save_step(tmp_path / "a", 1), tmp_path / "exploded"
     with (path / ".metadata").open("wb") as file:
         pickle.dump(Bomb(exploded), file)
     with pytest.raises(SystemExit):
-        script.load_checkpoint(path, small_model())
+        script.load_checkpoint(path, small_model(0))
     assert not exploded.exists() and "has no place in a checkpoint's metadata" in capsys.readouterr().err
     pickle.load((path / ".metadata").open("rb"))
     assert exploded.exists()
     exploded.unlink()
 
     # a bomb in an entry that is no tensor: the options of the optimizer
-    model = small_model()
+    model = small_model(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     state = script.AppState(model, optimizer).state_dict()
     state["optim"]["param_groups"] = Bomb(exploded)
     dcp.save({"app": state}, checkpoint_id=tmp_path / "b", no_dist=True)
     with pytest.raises(SystemExit):
         script.load_checkpoint(tmp_path / "b", model, optimizer)
-    assert not exploded.exists() and "could not be loaded" in capsys.readouterr().err
+    assert not exploded.exists() and "cannot be loaded" in capsys.readouterr().err
 
 
-# several ranks, through main()
+# an error on one of two ranks in each phase of a save: all end alike, with one sentence, and the step before is found
+
+
+def raising(*args, **kwargs):
+    raise OSError(5, "Input/output error")
+
+
+PHASES = {
+    # where it is raised, and on which rank
+    "the directory": (Path, "mkdir", 0),
+    "the config": (Path, "write_text", 0),
+    "the plan": (dcp.DefaultSavePlanner, "create_local_plan", 1),
+    "the global plan": (dcp.DefaultSavePlanner, "create_global_plan", 0),
+    "the shards of rank 0": (dcp.FileSystemWriter, "write_data", 0),
+    "the shards of rank 1": (dcp.FileSystemWriter, "write_data", 1),
+    "the metadata": (dcp.FileSystemWriter, "finish", 0),
+    "the names of tied parameters": (load_script(), "add_tied_names", 0),
+    "the checksums": (load_script(), "checksum", 1),
+    "the manifest": (load_script(), "commit_checkpoint", 0),
+    "the flush": (load_script(), "flush", 0),
+    "the old one's move": (os, "rename", 0),
+}
+
+
+def raise_in_each_phase(folder):
+    """For each phase: exit code and sentence of this rank, and on rank 0 what is left in the directory after."""
+    results, rank = {}, dist.get_rank()
+    save_step(folder, 1, sizes=(2, 1, 1))
+    for phase, (owner, name, victim) in PHASES.items():
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as printed:
+            patch.setattr(time, "sleep", lambda seconds: None)  # what lets the rank that prints end first
+            if rank == victim:
+                patch.setattr(owner, name, raising)
+            try:
+                save_step(folder, 2, sizes=(2, 1, 1))
+                code = 0
+            except SystemExit as error:
+                code = error.code
+        dist.barrier()
+        results[phase] = (code, printed.getvalue(), sorted(path.name for path in Path(folder).iterdir()))
+    return results
+
+
+def test_an_error_in_any_phase_ends_all_ranks_alike(pool, tmp_path):
+    by_rank = pool.run(2, raise_in_each_phase, str(tmp_path))
+    for phase in PHASES:
+        (code, sentence, left), (other_code, other_sentence, _) = (results[phase] for results in by_rank)
+        assert (code, other_code) == (2, 2), f"{phase}: exit codes {code} and {other_code}"
+        expected = f"3D_parallel.py: error: step 2 could not be saved in {tmp_path}: [Errno 5] Input/output error"
+        assert (sentence.strip(), other_sentence) == (expected, ""), phase
+        assert left == ["checkpoint_tp1_dp2_cp1"], f"{phase} has left {left}"
+    assert resumed_step(tmp_path) == 1
+
+
+# faults that end processes, through main()
 
 
 def break_second_save(rank, action):
@@ -234,9 +349,12 @@ def kill_rank_1():
     break_second_save(1, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def rank_1_raises():
+def term_and_kill_rank_1():
+    """As a scheduler does whose patience ends in the middle of the save that its SIGTERM has asked for."""
+
     def action():
-        raise OSError(5, "Input/output error")
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     break_second_save(1, action)
 
@@ -250,27 +368,103 @@ def rank_1_stops():
 
 
 FAULTS = {
-    # what happens in the second save: exit codes (None: any but 0), what is said
-    "rank 1 is killed": (kill_rank_1, None, ""),
-    "rank 1 raises": (rank_1_raises, 2, "error: step 4 could not be saved: "),
-    "no more space for rank 0": (files_may_not_grow, 2, "error: step 4 could not be saved: "),
-    "rank 1 hangs": (rank_1_stops, None, ""),
+    # what happens in the second save: exit codes (None: any but 0), what is said, more flags
+    "rank 1 is killed": (kill_rank_1, None, "", []),
+    "SIGTERM, then SIGKILL": (term_and_kill_rank_1, None, "", []),
+    "no more space for rank 0": (files_may_not_grow, 2, "no space left on the device", []),
+    "no more space, async": (files_may_not_grow, 2, "no space left on the device", ["--async_save"]),
+    "rank 1 hangs": (rank_1_stops, None, "", []),
+    "rank 1 hangs, async": (rank_1_stops, None, "", ["--async_save"]),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_in_a_save_keeps_the_older_checkpoint(pool, tmp_path, fault):
-    before, code, sentence = FAULTS[fault]
+    before, code, sentence, more = FAULTS[fault]
     flags = [*FLAGS, "--output_dir", tmp_path, "--num_train_steps", 6, "--save_every", 2, "--timeout", 6]
-    launch = pool.launch(2, *flags, before=before, timeout=90)
+    launch = pool.launch(2, *flags, *more, before=before, timeout=90)
     output = "\n".join(launch.outputs)
     assert all(launch.codes) if code is None else launch.codes == [code, code], (launch.codes, output)
     assert sentence in output and launch.seconds < 60, output
-    assert sentence == "" or "Traceback" not in output, output
+    assert sentence == "" or ("Traceback" not in output and output.count("error: step 4 could not be saved") == 1), (
+        output
+    )
     again = pool.launch(1, *flags, "--resume", "auto")
     assert again.codes == [0] and ", step 2" in again.outputs[0], again.outputs[0]
     rows = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows[-4:] == [3, 4, 5, 6]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MiB, where this machine lets a test mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
+    if mount.returncode:
+        pytest.skip("this machine does not let a test mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_full_and_read_only_disk(small_disk, capsys):
+    save_step(small_disk, 1)
+    with (small_disk / "filler").open("wb") as filler, contextlib.suppress(OSError):
+        while True:
+            filler.write(bytes(1 << 16))
+    with pytest.raises(SystemExit):
+        save_step(small_disk, 2)
+    assert "step 2 could not be saved" in (printed := capsys.readouterr().err) and "no space left" in printed.lower()
+    assert resumed_step(small_disk) == 1 and not list(small_disk.glob(".tmp_*"))
+    (small_disk / "filler").unlink()
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(SystemExit):
+        save_step(small_disk, 2)
+    assert "step 2 could not be saved" in (printed := capsys.readouterr().err) and "Read-only" in printed
+    assert resumed_step(small_disk) == 1
+
+
+def slow_down():
+    script = load_script()
+    original = script.train_step
+    script.train_step = lambda *args: (time.sleep(0.5), original(*args))[1]
+
+
+def test_a_second_run_in_the_same_directory_is_refused(pool, tmp_path):
+    flags = [*FLAGS, "--output_dir", tmp_path, "--num_train_steps", 8]
+    first = []
+    thread = threading.Thread(target=lambda: first.append(pool.launch(1, *flags, before=slow_down)))
+    thread.start()
+    while not (tmp_path / "metrics.jsonl").exists() and thread.is_alive():
+        time.sleep(0.1)
+    second = pool.launch(2, *flags)
+    assert second.codes == [2, 2] and second.seconds < 30, second.outputs
+    assert "another run is writing to it" in "".join(second.outputs) and "Traceback" not in "".join(second.outputs)
+    thread.join()
+    assert first[0].codes == [0] and (tmp_path / "checkpoint_tp1_dp1_cp1" / "manifest.json").exists(), first
+    # the lock has ended with the run
+    assert pool.launch(1, *flags, "--resume", "auto").codes == [0]
+
+
+def rank_1_stops_in_load():
+    script = load_script()
+    original = script.SafeReader.read_data
+
+    def read_data(self, plan, planner):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return original(self, plan, planner)
+
+    script.SafeReader.read_data = read_data
+
+
+def test_a_hang_in_a_load_ends(pool, tmp_path):
+    flags = [*FLAGS, "--output_dir", tmp_path, "--timeout", 6]
+    assert pool.launch(1, *flags, "--num_train_steps", 2).codes == [0]
+    more = ["--num_train_steps", 4, "--resume", "auto"]
+    launch = pool.launch(2, *flags, *more, before=rank_1_stops_in_load, timeout=90)
+    assert all(launch.codes) and launch.seconds < 60, (launch.codes, launch.outputs)
+    assert pool.launch(1, *flags, *more).codes == [0]
 
 
 @pytest.mark.parametrize("action", ["raises", "stops"])
@@ -285,15 +479,15 @@ def test_fault_on_one_rank_ends_all(pool, tmp_path, action):
 
 def break_third_loss(action):
     script = load_script()
-    original, calls = script.cross_entropy_sum, []
+    original, calls = script.forward_loss, []
 
-    def cross_entropy_sum(logits, labels):
+    def forward_loss(model, batch):
         calls.append(1)
         if len(calls) == 3 and os.environ["RANK"] == "1":
             action()
-        return original(logits, labels)
+        return original(model, batch)
 
-    script.cross_entropy_sum = cross_entropy_sum
+    script.forward_loss = forward_loss
 
 
 def rank_1_raises_in_training():
@@ -317,14 +511,14 @@ def test_non_finite_loss_stops_before_the_weights_are_touched(pool, tmp_path):
 
 def loss_is_nan_at_step_4():
     script = load_script()
-    original, calls = script.cross_entropy_sum, []
+    original, calls = script.forward_loss, []
 
-    def cross_entropy_sum(logits, labels):
+    def forward_loss(model, batch):
         calls.append(1)
         is_bad = len(calls) == 4 and os.environ["RANK"] == "1"
-        return original(logits, labels) * (float("nan") if is_bad else 1)
+        return original(model, batch) * (float("nan") if is_bad else 1)
 
-    script.cross_entropy_sum = cross_entropy_sum
+    script.forward_loss = forward_loss
 
 
 def test_elastic_restart_goes_on_from_its_own_run_only(pool, tmp_path):

@@ -1,0 +1,136 @@
+"""A checkpoint of any mesh becomes a folder for from_pretrained, bit for bit and in little memory, or starts a run."""
+
+import json
+import math
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import load_script, make_config, make_model, save, shard_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+MESHES = [(1, 1, 1), (2, 2, 2), (3, 1, 1)]  # (dp, cp, tp); 3 divides no size
+IDS = torch.arange(24).view(1, 24)
+FLAGS = ["--seq_len", 32, "--global_batch_size", 2, "--warmup_steps", 2]
+
+
+def save_in(sizes, folder, config):
+    model, _ = shard_model(make_model(config), sizes)
+    model.generation_config.temperature = 0.25  # no default; and with it save_pretrained refuses the config
+    optimizer = load_script().build_optimizer(model, 0.1)
+    return str(save(folder, model, optimizer, sizes, step=3).result())
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=lambda s: "dp{}-cp{}-tp{}".format(*s))
+@pytest.mark.parametrize("family, tied", [("llama", True), ("qwen3", False)])
+def test_exported_folder_is_the_model(pool, script, tmp_path, monkeypatch, sizes, family, tied):
+    config = make_config(family, vocab=510 if sizes == (2, 2, 2) else 509, tied=tied)
+    path = Path(pool.run(math.prod(sizes), save_in, sizes, str(tmp_path), config)[0])
+    split = script.split_torch_state_dict_into_shards
+    monkeypatch.setattr(script, "split_torch_state_dict_into_shards", lambda s: split(s, max_shard_size="100KB"))
+    for dtype in (torch.float32, torch.bfloat16):
+        folder = tmp_path / str(dtype)
+        script.export_checkpoint(path, folder, dtype)
+        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"], info
+        expected = make_model(config).to(dtype)
+        assert model.dtype == dtype and model.config.architectures == [type(model).__name__]
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+        if dtype == torch.float32:  # in the other, `to` has cast the rotary frequencies of the expected model as well
+            logits, expected_logits = (m.eval()(input_ids=IDS).logits for m in (model, expected))
+            assert torch.equal(logits, expected_logits)
+        assert model.generation_config.temperature == 0.25
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert len(set(index["weight_map"].values())) > 2
+        assert ("lm_head.weight" in index["weight_map"]) == (not tied), "a tied weight is in the files twice, or never"
+    assert not list(tmp_path.glob(".tmp_*"))
+
+
+def export_in_little_memory(folder):
+    """On one process: the largest growth of anonymous memory during an export, and the bytes of the largest tensor."""
+    script, peak, stop = load_script(), [0], threading.Event()
+    config = make_config("llama", vocab=2048, hidden_size=512, intermediate_size=2048, num_hidden_layers=16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    largest, total = max(p.nbytes for p in model.parameters()), sum(p.nbytes for p in model.parameters())
+    path = save(folder, model, torch.optim.SGD(model.parameters(), lr=0.1), (1, 1, 1), step=1).result()
+    del model
+
+    def resident():
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+    def watch():
+        while not stop.is_set():
+            peak[0] = max(peak[0], resident())
+            time.sleep(0.001)
+
+    before = resident()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    script.export_checkpoint(path, Path(folder) / "out", torch.float32)
+    stop.set()
+    thread.join()
+    return peak[0] - before, largest, total
+
+
+def test_export_holds_a_few_tensors_only(pool, tmp_path):
+    grown, largest, total = pool.run(1, export_in_little_memory, str(tmp_path))[0]
+    assert total > 200e6 and grown < 4 * largest + 32e6, f"{grown / 1e6:.0f} MB, of a model of {total / 1e6:.0f} MB"
+
+
+def test_a_failing_export_leaves_nothing(pool, script, tmp_path, monkeypatch, capsys):
+    path = Path(pool.run(1, save_in, (1, 1, 1), str(tmp_path), make_config("llama"))[0])
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(script, "write_safetensors", full)
+    with pytest.raises(SystemExit):
+        script.export_checkpoint(path, tmp_path / "out", torch.float32)
+    assert "cannot be exported to" in (printed := capsys.readouterr().err) and "No space left" in printed
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def plain_loss(model, script, tokens, seed):
+    """The loss of a model on what step 1 of a run sees, by plain Transformers and torch."""
+    sequences = (len(tokens) - 1) // 32
+    sequences -= min(sequences // 100, 256)  # held out
+    inputs, labels = script.read_sequences(tokens, script.sequences_of_step(sequences, seed, 0, 2), 32)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=inputs).logits
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
+
+
+def test_export_by_command_and_runs_that_start_from_weights(pool, script, tmp_path):
+    """main(): train on 2 ranks, export, and start new runs from the checkpoint and from the folder, in other meshes."""
+    first = tmp_path / "first"
+    assert pool.launch(2, *FLAGS, "--num_train_steps", 4, "--tp_size", 2, "--output_dir", first).codes == [0, 0]
+    checkpoint, folder = first / "checkpoint_tp2_dp1_cp1", tmp_path / "exported"
+    # TP_SIZE is left over in the shell; an export has no mesh
+    flags = ["--export_dir", folder, "--resume", "auto", "--output_dir", first, "--export_dtype", "float32"]
+    launch = pool.launch(0, *flags, env={"TP_SIZE": "2"})
+    assert launch.codes == [0] and f"Transformers folder: {folder}, of {checkpoint}, step 4" in launch.outputs[0]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    text = "def café():\n    return  '→ tab\there'\n"
+    assert (
+        AutoTokenizer.from_pretrained(folder).decode(AutoTokenizer.from_pretrained(folder)(text)["input_ids"]) == text
+    )
+    expected = plain_loss(model, script, script.prepare_tokens("stdlib", "text", script.byte_tokenizer()), seed=5)
+    for name, ranks, source in [("from_dcp", 2, checkpoint), ("from_folder", 0, folder)]:
+        more = ["--init_from", source, "--num_train_steps", 2, "--seed", 5, "--output_dir", tmp_path / name]
+        launch = pool.launch(ranks, *FLAGS, *more)
+        assert not any(launch.codes), launch.outputs
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == [1, 2], "a new run begins at step 0"
+        assert rows[0]["loss"] == pytest.approx(expected, rel=1e-5), name
+        assert rows[0]["run"] not in (first / "metrics.jsonl").read_text()
+    # what is damaged is refused before any weight is read
+    with open(checkpoint / "__0_0.distcp", "r+b") as file:
+        file.truncate(os.path.getsize(checkpoint / "__0_0.distcp") - 1)
+    launch = pool.launch(0, *FLAGS, "--init_from", checkpoint, "--output_dir", tmp_path / "damaged")
+    assert launch.codes == [2] and "bytes instead of" in launch.outputs[0], launch.outputs[0]
