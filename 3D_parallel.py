@@ -819,8 +819,7 @@ def add_tied_names(path: Path, tied: dict[str, str]) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-MANIFEST = "manifest.json"
-FORMAT = 1
+MANIFEST, FORMAT = "manifest.json", 1
 
 
 def checksum(path: Path) -> str:
@@ -884,19 +883,13 @@ def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any], ke
 
 
 def write_checkpoint(
-    final: Path,
-    state: dict,
-    about: dict,
-    texts: dict,
-    tokenizer: Any,
-    keep_last: int,
-    group: ProcessGroup | None = None,
+    final: Path, state: dict, about: dict, texts: dict, tokenizer: Any, keep_last: int, group: ProcessGroup | None
 ) -> Path:
     """Write a state dict to the directory `final`, atomically. A collective over `group`; returns `final`.
 
-    Each rank writes its own shards into a hidden sibling; when all have, rank 0 adds the manifest (`about`,
-    and the size and checksum of each file) and renames it into place. If anything fails, all ranks end with one
-    sentence, and older checkpoints are as they were. `texts` are small files by name, that go along.
+    Each rank writes its own shards into a hidden sibling; when all have, rank 0 adds the manifest (`about`, and the
+    size and checksum of each file) and renames it into place. If anything fails, all ranks end with one sentence, and
+    older checkpoints are as they were. `texts` are small files by name, that go along.
     """
     temporary, is_main = final.with_name(f".tmp_{final.name}_{about['run']}"), get_rank() == 0
     failed = f"step {about['step']} could not be saved in {final.parent}"
@@ -959,7 +952,7 @@ def save_checkpoint(
         state = stager.stage(state)
         return thread.submit(write_checkpoint, final, state, manifest, texts, tokenizer, keep_last, group)
     done: Future = Future()
-    done.set_result(write_checkpoint(final, state, manifest, texts, tokenizer, keep_last))
+    done.set_result(write_checkpoint(final, state, manifest, texts, tokenizer, keep_last, None))
     return done
 
 
@@ -1178,11 +1171,10 @@ def export_checkpoint(path: Path, folder: Path, dtype: torch.dtype) -> None:
 def build_optimizer(model: nn.Module, weight_decay: float) -> Optimizer:
     """AdamW with decay on matrices only. Its rate is set before each step."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=(0.9, 0.95), fused=True)
+    matrices = {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay}
+    vectors = {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0}
+    groups = [group for group in (matrices, vectors) if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
     init_optimizer_state(optimizer)
     return optimizer
 

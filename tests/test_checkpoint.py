@@ -1,6 +1,7 @@
 """A checkpoint of any mesh opens in any mesh: bit for bit, with stock DCP too, and training goes on as if unbroken."""
 
 import functools
+import io
 import math
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from conftest import load_script, make_batches, make_config, make_model, relative, save, shard_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.utils import _create_file_view
 
 
 MESHES = [(1, 1, 1), (2, 2, 2), (4, 1, 1), (1, 1, 4), (1, 4, 1), (1, 2, 2), (2, 4, 1)]  # (dp, cp, tp)
@@ -248,6 +251,116 @@ def make_loaded(path, make):
 
 def test_frozen_unused_and_tied_parameters(pool, tmp_path):
     assert all(pool.run(4, frozen_unused_and_tied, (1, 2, 2), str(tmp_path)))
+
+
+def tied_weights_are_written_once(sizes, folder):
+    """Bytes in the files against bytes of the state; and every name, that of the tied head too, read by stock DCP."""
+    model, optimizer, mesh = build(sizes, tied=True, vocab=512)
+    train(model, optimizer, mesh, 0, 1)
+    path = save(folder, model, optimizer, sizes, step=1).result()
+    expected, names = full_state(model, optimizer), model.state_dict().keys()
+    expected["model.lm_head.weight"] = expected["model.model.embed_tokens.weight"]
+    assert "lm_head.weight" in names
+    if dist.get_rank() == 0:
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        assert metadata.planner_data["app.model.lm_head.weight"] == ("app", "model", "lm_head.weight")
+        places = {(place.relative_path, place.offset): place.length for place in metadata.storage_data.values()}
+        assert sum(places.values()) == sum(file.stat().st_size for file in path.glob("*.distcp"))
+        target = {f"app.{key}": torch.full_like(value, math.nan) for key, value in expected.items()}
+        dcp.load(target, checkpoint_id=path, no_dist=True)
+        assert not differing({key.removeprefix("app."): value for key, value in target.items()}, expected)
+    return True
+
+
+def test_tied_weights_are_written_once_and_found_by_both_names(pool, tmp_path):
+    assert all(pool.run(4, tied_weights_are_written_once, (1, 2, 2), str(tmp_path)))
+
+
+def wrapped_layers(sizes, folder):
+    """Layers that are compiled or checkpoint their activations have the keys and the values of plain ones."""
+    script, config, mesh = load_script(), make_config(**CONFIG), load_script().build_mesh("cpu", dp=1, cp=1, tp=2)
+    plain, optimizer, _ = build(sizes)
+    plain_path = save(f"{folder}/plain", plain, optimizer, sizes, step=1).result()
+    model = script.build_model(config, mesh, "cpu", torch.float32)
+    script.load_weights(model, CPU, lambda: make_model(config), "the test", None)
+    layers = model.model.layers
+    layers[0] = checkpoint_wrapper(layers[0])
+    layers[0].compile(backend="eager")
+    optimizer = make_optimizer(model)
+    path = save(f"{folder}/wrapped", model, optimizer, sizes, step=1).result()
+    keys = [dcp.FileSystemReader(p).read_metadata().state_dict_metadata.keys() for p in (plain_path, path)]
+    assert keys[0] == keys[1] and not any("_orig_mod" in key or "wrapped" in key for key in keys[0])
+    train(model, optimizer, mesh, 0, 2)
+    script.load_checkpoint(plain_path, model, optimizer)
+    values = zip(plain.parameters(), model.parameters(), strict=True)
+    return all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in values)
+
+
+def test_compiled_and_activation_checkpointed_layers(pool, tmp_path):
+    assert all(pool.run(2, wrapped_layers, (1, 1, 2), str(tmp_path)))
+
+
+def save_with_gradients_before_the_first_step(sizes, folder):
+    """After a backward and before any step torch's own utilities leave the optimizer's part empty without a word."""
+    script = load_script()
+    model, optimizer, _ = build(sizes)
+    model(input_ids=torch.arange(32).view(1, 32), use_cache=False).logits.sum().backward()
+    expected = full_state(model, optimizer)
+    path = save(folder, model, optimizer, sizes, step=0).result()
+    moments = [key for key in expected if key.endswith("exp_avg_sq")]
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    assert moments and all(f"app.{key}" in saved for key in moments)
+    script.load_checkpoint(path, model, optimizer)
+    return not differing(full_state(model, optimizer), expected)
+
+
+def test_a_save_with_gradients_at_hand_has_the_whole_optimizer(pool, tmp_path):
+    assert all(pool.run(2, save_with_gradients_before_the_first_step, (2, 1, 1), str(tmp_path)))
+
+
+class CountingFile(io.BufferedReader):
+    """A file that adds up the bytes that are read into memory."""
+
+    total = 0
+
+    def readinto(self, buffer):
+        CountingFile.total += len(buffer)
+        return super().readinto(buffer)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "view", "transposed", "three dimensions", "scalar"])
+def test_a_slice_is_read_and_no_more(script, tmp_path, monkeypatch, kind):
+    tensor = {
+        "float32": torch.randn(300, 500),
+        "bfloat16": torch.randn(300, 500).bfloat16(),
+        "view": torch.randn(600, 500)[100:400],
+        "transposed": torch.randn(500, 300).t(),
+        "three dimensions": torch.randn(30, 20, 10),
+        "scalar": torch.tensor(3.5),
+    }[kind]
+    with (tmp_path / "file").open("wb") as file:
+        file.write(b"something before it")
+        torch.save(tensor, file)
+    length = (tmp_path / "file").stat().st_size - 19
+    slices = [
+        ((0, 300), (0, 500)),
+        ((17, 40), (0, 500)),
+        ((0, 300), (100, 250)),
+        ((5, 2), (3, 400)),
+        ((9, 0), (0, 500)),
+    ]
+    if tensor.ndim == 3:
+        slices = [((3, 4), (0, 20), (0, 10)), ((0, 30), (5, 5), (2, 3))]
+    for ranges in slices if tensor.ndim else [()]:
+        offsets, lengths = (torch.Size(numbers) for numbers in (zip(*ranges) if ranges else ((), ())))
+        with CountingFile(io.FileIO(tmp_path / "file")) as file:
+            entry = _create_file_view(file, 19, length)
+            CountingFile.total = 0
+            part = script.read_slice(file, 19, entry, offsets, lengths)
+        expected = tensor[tuple(slice(first, first + count) for first, count in ranges)]
+        assert part.dtype == tensor.dtype and torch.equal(part, expected), ranges
+        if kind in ("float32", "bfloat16", "view"):
+            assert CountingFile.total - expected.nbytes < 8192, f"{CountingFile.total} bytes read for {expected.nbytes}"
 
 
 def names_after_saves(sizes, folder):
