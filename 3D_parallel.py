@@ -18,7 +18,6 @@ import copy
 import functools
 import hashlib
 import io
-import itertools
 import json
 import math
 import os
@@ -104,7 +103,7 @@ class Config:
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm")
     seed: int = flag(0, "seed of the initial weights, of the order of the data and of dropout")
     eval_every: int = flag(0, "evaluate on held-out data (1 %%, at most 256 sequences) every so many steps; 0: never")
-    # files
+    # files, machine
     output_dir: str = flag("output", "checkpoints and metrics.jsonl go here; one directory that all machines see")
     save_every: int = flag(0, "save a checkpoint every so many steps; 0: only at the end")
     keep_last: int = flag(2, "how many checkpoints of this run to keep")
@@ -114,7 +113,6 @@ class Config:
     export_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", "the dtype of that folder's weights")
     verify_checksums: bool = flag(True, "on resume, compare the checksum of each file; sizes are always compared")
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = flag("auto", "auto: online where there is a key")
-    # machine
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: CUDA where there is a GPU")
     timeout: int = flag(600, "seconds after which a collective that some rank does not join ends the run")
 
@@ -323,7 +321,7 @@ def copy_full_weights(model: nn.Module, tensors: dict[str, Tensor], device: torc
     """Copy rank 0's full tensors (empty on the others) into the shards of all ranks, one at a time. A collective."""
     persistent = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
-    for name, target in itertools.chain(model.named_parameters(), buffers):
+    for name, target in (*model.named_parameters(), *buffers):
         full = tensors.pop(name) if get_rank() == 0 else torch.empty(target.shape, device=device)
         full = full.to(device=device, dtype=target.dtype)
         if dist.is_initialized():
@@ -456,14 +454,10 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
 
 
 def shard_dim(parameter: nn.Parameter, tp_size: int, fsdp_size: int) -> Shard | None:
-    """Which dimension FSDP cuts: the first, except where tp has already cut it into unequal parts.
-
-    Cut twice, unequal parts have offsets that DCP writes but cannot read. So a vocabulary that tp does not divide is
-    cut by FSDP along the hidden dimension instead.
-    """
+    """Which dimension FSDP cuts: the first, but not of what tp has cut unevenly, for DCP cannot read that cut twice."""
     cut_by_tp = isinstance(parameter, DTensor) and Shard(0) in parameter.placements
     if not cut_by_tp or parameter.shape[0] % tp_size == 0 or fsdp_size == 1:
-        return None
+        return None  # torch's own choice, the first
     rows, columns = parameter.shape
     if columns % fsdp_size:
         fail(f"tp_size {tp_size} does not divide {rows} rows, so dp x cp {fsdp_size} must divide {columns} columns")
@@ -776,21 +770,33 @@ def init_optimizer_state(optimizer: Optimizer) -> None:
                 optimizer.state[parameter] = state
 
 
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The second name of each tied parameter, and the name under which it is written."""
+    first: dict[int, str] = {}
+    named = [(name, id(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    return {name: first[key] for name, key in named if first.setdefault(key, name) != name}
+
+
 class AppState(Stateful):
-    """Model and optimizer as one entry of a DCP checkpoint, by torch's contract; with no optimizer, the model alone."""
+    """Model and optimizer as one entry of a DCP checkpoint, by torch's contract; with no optimizer, the model alone.
+
+    A tied parameter is there once; `add_tied_names` lets readers find it under its other name, too.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None):
-        self.model = model
+        self.model, self.tied = model, tied_names(model)
         self.optimizers = [] if optimizer is None else [optimizer]
 
     def state_dict(self) -> dict[str, Any]:
         for optimizer in self.optimizers:
             init_optimizer_state(optimizer)
         model_state, optimizer_state = get_state_dict(self.model, self.optimizers)
+        model_state = {name: value for name, value in model_state.items() if name not in self.tied}
         return {"model": model_state} | ({"optim": optimizer_state} if self.optimizers else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        states = {"model_state_dict": state["model"], "optim_state_dict": state.get("optim", {})}
+        model_state = {**state["model"], **{alias: state["model"][name] for alias, name in self.tied.items()}}
+        states = {"model_state_dict": model_state, "optim_state_dict": state.get("optim", {})}
         set_state_dict(self.model, self.optimizers, **states)
 
 
@@ -798,13 +804,6 @@ def rng_state(device: torch.device) -> dict[str, dict[str, Tensor]]:
     """This rank's random state. The rank is in the key, because DCP keeps a plain tensor from one rank only."""
     on_gpu = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
     return {f"rank{get_rank()}": {"cpu": torch.get_rng_state(), **on_gpu}}
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """The second name of each tied parameter, and the name under which it is written."""
-    first: dict[int, str] = {}
-    named = [(name, id(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)]
-    return {name: first[key] for name, key in named if first.setdefault(key, name) != name}
 
 
 def add_tied_names(path: Path, tied: dict[str, str]) -> None:
@@ -938,11 +937,10 @@ def save_checkpoint(
     the stager has copied the state to host memory, and the thread does the rest over the group. The future before must
     be done by then: the stager uses its buffers again. A collective.
     """
-    app, tied, device = AppState(model, optimizer).state_dict(), tied_names(model), next(model.parameters()).device
-    app["model"] = {name: value for name, value in app["model"].items() if name not in tied}
-    state = {"app": app, "rng": rng_state(device)}
-    manifest = {"format": FORMAT, **about, "device": device.type, "model_type": model.config.model_type, "tied": tied}
-    manifest |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    app, device = AppState(model, optimizer), next(model.parameters()).device
+    state = {"app": app.state_dict(), "rng": rng_state(device)}
+    manifest = {"format": FORMAT, **about, "device": device.type, "model_type": model.config.model_type}
+    manifest |= {"tied": app.tied, "torch": torch.__version__, "transformers": transformers.__version__}
     # not by save_pretrained, which refuses some configs that from_pretrained has read, after hours of training
     configs = {"config.json": model.config, "generation_config.json": model.generation_config}
     texts = {name: config.to_json_string() for name, config in configs.items() if config is not None}
@@ -950,6 +948,7 @@ def save_checkpoint(
     if background is not None:
         thread, stager, group = background
         state = stager.stage(state)
+        stager.cache_staged_state_dict, stager.state_dict_cache = True, state  # the next save goes into its memory
         return thread.submit(write_checkpoint, final, state, manifest, texts, tokenizer, keep_last, group)
     done: Future = Future()
     done.set_result(write_checkpoint(final, state, manifest, texts, tokenizer, keep_last, None))
@@ -1048,7 +1047,7 @@ class SafeReader(dcp.FileSystemReader):
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future:
         for item in plan.items:
             info = self.storage_data[item.storage_index]
-            with (Path(self.path) / Path(info.relative_path).name).open("rb") as file:
+            with (Path(self.path) / Path(info.relative_path).name).open("rb", buffering=512) as file:
                 entry = self._slice_file(file, info)  # private; the bytes of one torch.save
                 if item.type == dcp.planner.LoadItemType.BYTE_IO:
                     data = io.BytesIO(entry.read(-1))
@@ -1076,14 +1075,15 @@ def read_slice(file: io.BufferedReader, start: int, entry: Any, offsets: torch.S
     runs = [(offsets[0] * row, math.prod(lengths))]  # the first value and the number of values
     if not by_rows:
         runs = [(i * row + offsets[1], lengths[1]) for i in range(offsets[0], offsets[0] + lengths[0])]
-    data, end = np.empty(math.prod(lengths) * size, dtype=np.uint8), 0
+    data, end = torch.empty(math.prod(lengths), dtype=saved.dtype), 0
+    raw = memoryview(data.view(torch.uint8).numpy())
     for first, count in runs:
         # private: where its data begin; there is no public name for it
         file.seek(start + saved.untyped_storage()._checkpoint_offset + (saved.storage_offset() + first) * size)
-        end += file.readinto(memoryview(data)[end : end + count * size])
-    if end != len(data):
+        end += file.readinto(raw[end : end + count * size])
+    if end != len(raw):
         raise EOFError(f"{file.name} ends too early")
-    return torch.from_numpy(data).view(saved.dtype).view(lengths)
+    return data.view(lengths)
 
 
 def load_checkpoint(
@@ -1475,7 +1475,7 @@ def main(argv: list[str]) -> None:
     if is_main := get_rank() == 0:
         describe_run(args, model, train_state["step"], source, len(tokens))
     background = None
-    if args.async_save:  # pinned buffers are kept from save to save
+    if args.async_save:  # with a cache from the start the stager pins its memory, which takes a GPU
         stager = BlockingAsyncStager(cache_staged_state_dict=device.type == "cuda")
         background = ThreadPoolExecutor(1), stager, host_group(args.timeout)
     options = {"tokenizer": tokenizer, "keep_last": args.keep_last, "background": background}
