@@ -15,6 +15,7 @@ that each of N ranks holds 1/N of the matrices. In float32 every mesh computes t
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import hashlib
 import io
@@ -33,7 +34,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -85,11 +86,10 @@ class Config:
     from_scratch: bool = flag(False, "random weights from the model's config instead of its trained ones")
     init_from: str | None = flag(None, "start from these weights: a checkpoint of any mesh, or a Transformers folder")
     dtype: Literal["float32", "bfloat16"] = flag("float32", "compute in this; parameters and optimizer stay float32")
-    # data
+    # data, mesh
     dataset_name: str = flag("stdlib", "'stdlib' (Python's own source), a hub id, or a .txt/.jsonl/.parquet file")
     text_column: str = flag("text", "the column that holds the text")
     seq_len: int = flag(256, "tokens in a sequence; divides by 2 * cp, and a shard of it by tp")
-    # mesh
     tp_size: int | None = flag(None, "tensor-parallel ranks; default: $TP_SIZE, or 1")
     dp_size: int | None = flag(None, "data-parallel ranks; default: $DP_SIZE, or what tp and cp leave")
     cp_size: int | None = flag(None, "context-parallel ranks; default: $CP_SIZE, or 1")
@@ -147,7 +147,6 @@ def parse_arguments(argv: list[str]) -> Config:
             fail(f"--{name} {getattr(args, name)} must be a number from 0 up, below 2**63")
     if args.max_grad_norm == 0:
         fail("--max_grad_norm 0 would erase every gradient; a large value such as 1e9 turns clipping off")
-
     if args.init_from is not None and args.from_scratch:
         fail(f"--init_from {args.init_from} and --from_scratch exclude each other; give one of them")
     if args.export_dir is not None:
@@ -234,9 +233,9 @@ def host_group(timeout_s: float) -> ProcessGroup | None:
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if dist.is_initialized() else None
 
 
-def any_rank(flag: bool) -> bool:
+def any_rank(here: bool) -> bool:
     """Whether it is so on any rank. A collective, on the host."""
-    vote = torch.tensor(float(flag))
+    vote = torch.tensor(float(here))
     if dist.is_initialized():
         dist.all_reduce(vote)
     return vote.item() > 0
@@ -262,6 +261,37 @@ def first_line(error: BaseException, limit: int = 200) -> str:
     if "unexpected pos" in text:
         text = "no space left on the device"  # this is how a full disk shows up in torch
     return text if len(text) <= limit else text[:limit] + "..."
+
+
+def open_output_dir(output_dir: Path) -> filelock.BaseFileLock:
+    """Create, lock and try the directory before anything expensive starts. Keep the lock it returns. A collective."""
+    lock, probe = filelock.FileLock(output_dir / ".lock"), output_dir / f".probe_{gather_objects(uuid.uuid4().hex)[0]}"
+    failed = f"--output_dir {output_dir} cannot be used, give another directory"
+    with on_all_ranks(failed):
+        if get_rank() == 0:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            probe.write_text("all machines must see this file")
+            try:
+                lock.acquire(blocking=False)
+            except filelock.Timeout:
+                raise OSError("another run is writing to it") from None
+            except NotImplementedError:
+                print(f"{output_dir} is on a file system without locks: let no other run write there", flush=True)
+    with on_all_ranks(failed):
+        if not probe.exists():
+            raise OSError("it is not the same directory on all machines")
+    if get_rank() == 0:
+        probe.unlink()
+    return lock
+
+
+def flush(path: Path) -> None:
+    """Make a file's content, or a directory's entries, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 # ---- 3 model ---------------------------------------------------------------------------------------------------------
@@ -303,14 +333,14 @@ def load_config_and_tokenizer(model_name: str) -> tuple[PreTrainedConfig, PreTra
     return config, tokenizer
 
 
-def read_full_model(model_name: str, config: PreTrainedConfig, from_scratch: bool, seed: int) -> PreTrainedModel:
+def read_full_model(source: str, config: PreTrainedConfig, from_scratch: bool, seed: int) -> PreTrainedModel:
     """The whole model on the CPU in float32, with trained or seeded random weights. Raises ValueError if some lack."""
     config = copy.deepcopy(config)  # building a model writes its kind of attention into the config
-    if from_scratch or model_name == "tiny":
+    if from_scratch or source == "tiny":
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    model, info = AutoModelForCausalLM.from_pretrained(model_name, **options)
+    model, info = AutoModelForCausalLM.from_pretrained(source, **options)
     if missing := info["missing_keys"]:
         raise ValueError(f"they lack {len(missing)} tensors, {min(missing)} among them")
     return model.train()
@@ -319,8 +349,7 @@ def read_full_model(model_name: str, config: PreTrainedConfig, from_scratch: boo
 @torch.no_grad()
 def copy_full_weights(model: nn.Module, tensors: dict[str, Tensor], device: torch.device) -> None:
     """Copy rank 0's full tensors (empty on the others) into the shards of all ranks, one at a time. A collective."""
-    persistent = model.state_dict().keys()
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict())
     for name, target in (*model.named_parameters(), *buffers):
         full = tensors.pop(name) if get_rank() == 0 else torch.empty(target.shape, device=device)
         full = full.to(device=device, dtype=target.dtype)
@@ -341,6 +370,8 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda module: sum(p.numel() for p in module.parameters()))
 
 
+INDEX = re.compile(r"\.\d+(?=\.|$)")  # in the name of a module; Transformers' plans have a star in its place
+
 # a style of Transformers' `tp_plan`, and what it becomes; (B, S, H) is whole inside a block and (B, S/tp, H) outside
 TP_STYLES = {
     "colwise": parallel.ColwiseParallel(),
@@ -352,16 +383,11 @@ TP_STYLES = {
 }
 
 
-def plan_pattern(name: str) -> str:
-    """The way Transformers writes a module's name in a plan: each index becomes a star."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
 def check_tensor_parallel(model: PreTrainedModel, styles: dict[str, str | None], tp: int) -> None:
     """Refuse a model that its plan, a style for each module, cannot split over tp ranks; name the sizes that work."""
     config = model.config.get_text_config()
     family, head = config.model_type, model.get_output_embeddings()
-    in_layers = {name: style for name, style in styles.items() if style and ".*" in plan_pattern(name)}
+    in_layers = {name: style for name, style in styles.items() if style and ".*" in INDEX.sub(".*", name)}
     if not any("colwise" in style for style in in_layers.values()):
         fail(f"{family} has no tensor-parallel plan for its layers in Transformers; tp_size 1 would work")
     if unknown := ", ".join(sorted(set(in_layers.values()) - TP_STYLES.keys())):
@@ -411,7 +437,7 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
     a norm's weight, of which each rank has computed the part of its tokens or heads, comes out as a partial DTensor:
     FSDP sums it over tp before its own reduce-scatter. A model that the plan cannot split is refused.
     """
-    styles = {name: model.tp_plan.get(plan_pattern(name)) for name, _ in model.named_modules()}
+    styles = {name: model.tp_plan.get(INDEX.sub(".*", name)) for name, _ in model.named_modules()}
     check_tensor_parallel(model, styles, tp_mesh.size())
     family = model.config.get_text_config().model_type
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -703,6 +729,17 @@ def prepare_tokens(
     return np.memmap(path, mode="r", dtype=path.rsplit(".", 1)[-1])
 
 
+def split_data(num_tokens: int, args: Config) -> tuple[int, range]:
+    """How many sequences there are to train on, and which are held out: the last 1 %, but no more than 256."""
+    sequences = (num_tokens - 1) // args.seq_len
+    if sequences < 1:
+        fail(f"{args.dataset_name} has {num_tokens} tokens, too few for one sequence of --seq_len {args.seq_len}")
+    if args.eval_every and sequences < 100:
+        fail(f"{args.dataset_name} has only {sequences} sequences; --eval_every holds out 1 %, so it needs 100")
+    trained = sequences - min(sequences // 100, 256)  # an evaluation must stay short beside the steps
+    return trained, range(trained, sequences)
+
+
 @functools.lru_cache(maxsize=2)
 def epoch_order(num_sequences: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_sequences)
@@ -725,10 +762,8 @@ def shard_batch(
     inputs: Tensor, labels: Tensor, mesh: DeviceMesh | None, micro_batch_size: int, device: torch.device
 ) -> list[dict[str, Tensor]]:
     """Cut a global batch, (B, S), into this rank's micro-batches: dp takes rows, cp two chunks, tp gets the same."""
-    dp_rank, dp, cp_rank, cp = 0, 1, 0, 1
-    if mesh is not None:
-        dp_rank, dp = mesh.get_local_rank("dp"), mesh["dp"].size()
-        cp_rank, cp = mesh.get_local_rank("cp"), mesh["cp"].size()
+    places = [(mesh.get_local_rank(axis), mesh[axis].size()) if mesh is not None else (0, 1) for axis in ("dp", "cp")]
+    (dp_rank, dp), (cp_rank, cp) = places
     positions = torch.arange(inputs.shape[1]).expand_as(inputs)
     batch = {"input_ids": inputs, "position_ids": positions, "labels": labels}
     batch = {name: shard_sequence(full.chunk(dp)[dp_rank], cp_rank, cp) for name, full in batch.items()}
@@ -771,10 +806,10 @@ def init_optimizer_state(optimizer: Optimizer) -> None:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """The second name of each tied parameter, and the name under which it is written."""
-    first: dict[int, str] = {}
-    named = [(name, id(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)]
-    return {name: first[key] for name, key in named if first.setdefault(key, name) != name}
+    """The second name of each tied parameter, and the first one, under which it is written."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in named if name != first[id(parameter)]}
 
 
 class AppState(Stateful):
@@ -806,18 +841,6 @@ def rng_state(device: torch.device) -> dict[str, dict[str, Tensor]]:
     return {f"rank{get_rank()}": {"cpu": torch.get_rng_state(), **on_gpu}}
 
 
-def add_tied_names(path: Path, tied: dict[str, str]) -> None:
-    """Let a name that was not written be found in a checkpoint like the one whose bytes it shares. Rank 0 only."""
-    metadata = SafeReader(path).read_metadata()
-    for alias, name in tied.items():
-        key, written = f"app.model.{alias}", f"app.model.{name}"
-        metadata.state_dict_metadata[key] = metadata.state_dict_metadata[written]
-        metadata.planner_data[key] = ("app", "model", alias)
-        places = metadata.storage_data.items()
-        metadata.storage_data |= {replace(index, fqn=key): place for index, place in places if index.fqn == written}
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
 MANIFEST, FORMAT = "manifest.json", 1
 
 
@@ -827,15 +850,6 @@ def checksum(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def flush(path: Path) -> None:
-    """Make a file's content, or a directory's entries, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
@@ -848,37 +862,45 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[Path, dict[str, Any] | None]]:
-    """All checkpoints of a directory with their manifests: unreadable ones first, then from the last saved back."""
+    """All checkpoints of a directory with their manifests: unreadable ones first, then the newest to the oldest."""
     found = [(path, read_manifest(path)) for path in output_dir.glob("checkpoint_tp*_dp*_cp*") if path.is_dir()]
     return sorted(found, key=lambda item: item[1]["saved"] if item[1] else math.inf, reverse=True)
 
 
-def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any], keep_last: int) -> None:
-    """Turn a written directory into the newest checkpoint of its name, then prune. Rank 0 only, no collective.
+def save_checkpoint(
+    output_dir: Path,
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    *,
+    about: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    keep_last: int,
+    background: tuple[ThreadPoolExecutor, AsyncStager, ProcessGroup | None] | None = None,
+) -> Future:
+    """Save model, optimizer and random state to `checkpoint_tp<tp>_dp<dp>_cp<cp>`; the future gives its path.
 
-    Between any two system calls a complete checkpoint is there under a name that resume looks at: the old one is moved
-    aside as `<name>_step<its step>`, the new one is renamed into place when all of it is on the disk. What another run
-    saved gets that run's name, too, and is never pruned.
+    `about` has "tp", "dp", "cp", "run", "step", "tokens", for the manifest. With `background` (thread, stager, group)
+    it returns when the stager has copied the state to host memory, and the thread does the rest over the group. Wait
+    for the future before first: the stager reuses its memory. To save more, add a key to `state` here and in
+    `load_checkpoint`. A collective.
     """
-    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for path in (*temporary.iterdir(), temporary):
-        flush(path)
-    if final.exists():
-        old = read_manifest(final) or {"run": "unreadable", "step": "_unknown"}
-        is_ours = old["run"] == manifest["run"]
-        aside = final.with_name(f"{final.name}_step{old['step']}" + ("" if is_ours else f"_{old['run']}"))
-        if aside.exists():  # this run has been at that step before
-            aside = aside.with_name(f"{aside.name}_{uuid.uuid4().hex[:8]}")
-        if not is_ours:
-            print(f"{final} is of another run: moved to {aside.name}", flush=True)
-        os.rename(final, aside)
-    os.rename(temporary, final)
-    flush(final.parent)
-    ours = [path for path, old in list_checkpoints(final.parent) if old and old["run"] == manifest["run"]]
-    for path in ours[keep_last:]:
-        hidden = path.with_name(f".removed_{path.name}_{uuid.uuid4().hex[:8]}")
-        os.rename(path, hidden)  # so that no half-removed one is ever seen under its name
-        shutil.rmtree(hidden, ignore_errors=True)
+    app, device = AppState(model, optimizer), next(model.parameters()).device
+    # called here, not by DCP: its collectives belong to this thread, and the stager takes plain dicts
+    state = {"app": app.state_dict(), "rng": rng_state(device)}
+    about = {"format": FORMAT, **about, "device": device.type, "model_type": model.config.model_type, "tied": app.tied}
+    about |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    # not by save_pretrained, which refuses some configs that from_pretrained has read, after hours of training
+    configs = {"config.json": model.config, "generation_config.json": model.generation_config}
+    texts = {name: config.to_json_string() for name, config in configs.items() if config is not None}
+    final = output_dir / "checkpoint_tp{tp}_dp{dp}_cp{cp}".format(**about)
+    if background is not None:
+        thread, stager, group = background
+        state = stager.stage(state)
+        stager.cache_staged_state_dict, stager.state_dict_cache = True, state  # the next save goes into its memory
+        return thread.submit(write_checkpoint, final, state, about, texts, tokenizer, keep_last, group)
+    done: Future = Future()
+    done.set_result(write_checkpoint(final, state, about, texts, tokenizer, keep_last, None))
+    return done
 
 
 def write_checkpoint(
@@ -913,50 +935,56 @@ def write_checkpoint(
                 add_tied_names(temporary, about["tied"])
             shards = f"__{get_rank()}_"  # as DCP names what a rank writes
             mine = [p for p in temporary.iterdir() if p.name.startswith(shards) or (is_main and p.suffix != ".distcp")]
-            files = {path.name: {"size": path.stat().st_size, "sha256": checksum(path)} for path in mine}
-        files = {name: entry for part in gather_objects(files, group) for name, entry in part.items()}
+            own = {path.name: {"size": path.stat().st_size, "sha256": checksum(path)} for path in mine}
+        files = {name: entry for part in gather_objects(own, group) for name, entry in part.items()}
         with on_all_ranks(failed, group):
             if is_main:
                 commit_checkpoint(temporary, final, {**about, "saved": time.time(), "files": files}, keep_last)
     return final
 
 
-def save_checkpoint(
-    output_dir: Path,
-    model: PreTrainedModel,
-    optimizer: Optimizer,
-    *,
-    about: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase | None,
-    keep_last: int,
-    background: tuple[ThreadPoolExecutor, AsyncStager, ProcessGroup | None] | None = None,
-) -> Future:
-    """Save model, optimizer and random state to `checkpoint_tp<tp>_dp<dp>_cp<cp>`; the future gives its path.
+def add_tied_names(path: Path, tied: dict[str, str]) -> None:
+    """Point each tied name, in `.metadata`, at the bytes of the name under which they were written. Rank 0 only."""
+    metadata = SafeReader(path).metadata
+    for alias, name in tied.items():
+        key, written = f"app.model.{alias}", f"app.model.{name}"
+        metadata.state_dict_metadata[key] = metadata.state_dict_metadata[written]
+        metadata.planner_data[key] = ("app", "model", alias)
+        places = [(index, place) for index, place in metadata.storage_data.items() if index.fqn == written]
+        metadata.storage_data |= {dataclasses.replace(index, fqn=key): place for index, place in places}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
-    `about` has "tp", "dp", "cp", "run", "step" and "tokens", for the manifest. With `background` it returns as soon as
-    the stager has copied the state to host memory, and the thread does the rest over the group. The future before must
-    be done by then: the stager uses its buffers again. A collective.
+
+def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any], keep_last: int) -> None:
+    """Turn a written directory into the newest checkpoint of its name, then prune. Rank 0 only, no collective.
+
+    Between any two system calls the last complete checkpoint is there under a name that resume looks at: it is moved
+    aside as `<name>_step<its step>`, and the new one is renamed into place when all of it is on the disk. What another
+    run saved gets that run's name, too, and is never pruned.
     """
-    app, device = AppState(model, optimizer), next(model.parameters()).device
-    state = {"app": app.state_dict(), "rng": rng_state(device)}
-    manifest = {"format": FORMAT, **about, "device": device.type, "model_type": model.config.model_type}
-    manifest |= {"tied": app.tied, "torch": torch.__version__, "transformers": transformers.__version__}
-    # not by save_pretrained, which refuses some configs that from_pretrained has read, after hours of training
-    configs = {"config.json": model.config, "generation_config.json": model.generation_config}
-    texts = {name: config.to_json_string() for name, config in configs.items() if config is not None}
-    final = output_dir / "checkpoint_tp{tp}_dp{dp}_cp{cp}".format(**about)
-    if background is not None:
-        thread, stager, group = background
-        state = stager.stage(state)
-        stager.cache_staged_state_dict, stager.state_dict_cache = True, state  # the next save goes into its memory
-        return thread.submit(write_checkpoint, final, state, manifest, texts, tokenizer, keep_last, group)
-    done: Future = Future()
-    done.set_result(write_checkpoint(final, state, manifest, texts, tokenizer, keep_last, None))
-    return done
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for path in (*temporary.iterdir(), temporary):
+        flush(path)
+    if final.exists():
+        old = read_manifest(final) or {"run": "unreadable", "step": "_unknown"}
+        is_ours = old["run"] == manifest["run"]
+        aside = final.with_name(f"{final.name}_step{old['step']}" + ("" if is_ours else f"_{old['run']}"))
+        if aside.exists():  # this run has been at that step before
+            aside = aside.with_name(f"{aside.name}_{uuid.uuid4().hex[:8]}")
+        if not is_ours:
+            print(f"{final} is of another run: moved to {aside.name}", flush=True)
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    flush(final.parent)
+    ours = [path for path, other in list_checkpoints(final.parent) if other and other["run"] == manifest["run"]]
+    for path in ours[keep_last:]:
+        hidden = path.with_name(f".removed_{path.name}_{uuid.uuid4().hex[:8]}")
+        os.rename(path, hidden)  # so that no half-removed one is ever seen under its name
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def check_files(path: Path, manifest: dict[str, Any] | None, with_checksums: bool) -> str | None:
-    """What is wrong with this rank's part of a checkpoint's files, or None. No tensor is touched."""
+    """What is wrong with this rank's part of a checkpoint's files, or None. It opens no tensor."""
     if manifest is None:
         return f"{path} has no readable {MANIFEST}: it is no checkpoint of this script, or an incomplete one"
     if manifest["format"] != FORMAT:
@@ -971,16 +999,16 @@ def check_files(path: Path, manifest: dict[str, Any] | None, with_checksums: boo
                 return f"{file} has {size} bytes instead of {expected['size']}"
             if with_checksums and checksum(file) != expected["sha256"]:
                 return f"{file} does not have the content that was saved (its checksum differs)"
-        except OSError as error:
-            return f"{file} cannot be read ({error.strerror})"
+        except (OSError, KeyError, TypeError) as error:  # the latter two: a manifest that somebody has edited
+            return f"{file} cannot be checked ({first_line(error)})"
     return None
 
 
 def find_checkpoint(resume: str, output_dir: Path, since: float, with_checksums: bool) -> tuple[Path, dict] | None:
     """The last whole checkpoint in `output_dir`, or the one that `resume` names; and its manifest. A collective.
 
-    Rank 0 lists, each rank checks a part of the files, and what is skipped is said. A named one that is not whole is
-    refused. With "auto", checkpoints saved before `since` (seconds since 1970) do not count.
+    Each rank checks a part of the files. What is skipped is said; a named one that is not whole is refused. What was
+    saved before `since` (seconds since 1970) does not count with "auto".
     """
     candidates = [(Path(resume), read_manifest(Path(resume)))]
     if resume == "auto":
@@ -1004,7 +1032,7 @@ def begin_run(resume: str, output_dir: Path, with_checksums: bool) -> tuple[Path
     """
     restarts, launched = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), output_dir / ".launch.json"
     launch = {"run": f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}", "since": time.time()}
-    if get_rank() == 0 and restarts and launched.exists():
+    if get_rank() == 0 and restarts and launched.exists() and launched.stat().st_size:
         launch = json.loads(launched.read_text())
     elif get_rank() == 0:
         launched.write_text(json.dumps(launch))
@@ -1040,13 +1068,18 @@ class MetadataUnpickler(pickle.Unpickler):
 class SafeReader(dcp.FileSystemReader):
     """Torch's reader, made safe (nothing in a file can run code) and lean (a rank reads what it keeps, and no more)."""
 
+    def __init__(self, path: Path):
+        super().__init__(path)
+        with (path / ".metadata").open("rb") as file:
+            self.metadata = MetadataUnpickler(file).load()
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            return MetadataUnpickler(file).load()
+        return self.metadata
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future:
         for item in plan.items:
             info = self.storage_data[item.storage_index]
+            # only the name: no file outside of the folder; a small buffer: between the slices nothing is read ahead
             with (Path(self.path) / Path(info.relative_path).name).open("rb", buffering=512) as file:
                 entry = self._slice_file(file, info)  # private; the bytes of one torch.save
                 if item.type == dcp.planner.LoadItemType.BYTE_IO:
@@ -1058,30 +1091,28 @@ class SafeReader(dcp.FileSystemReader):
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(read_slice(file, info.offset, entry, item.storage_offsets, item.lengths))
                     planner.commit_tensor(item, target)
-        done = torch.futures.Future()
-        done.set_result(None)
-        return done
+        return torch.futures.collect_all([])  # done
 
 
 def read_slice(file: io.BufferedReader, start: int, entry: Any, offsets: torch.Size, lengths: torch.Size) -> Tensor:
     """A slice of the tensor that torch.save wrote at `start` of a file: only its rows, and of a matrix its columns."""
     saved = torch.load(entry, map_location="meta", weights_only=True)  # its shape, strides and place, no data
-    by_rows = list(offsets[1:]) == [0] * len(offsets[1:]) and lengths[1:] == saved.shape[1:]
+    by_rows = lengths[1:] == saved.shape[1:]
     if not saved.is_contiguous() or saved.ndim == 0 or not (by_rows or saved.ndim == 2):
-        entry.seek(0)
+        entry.seek(0)  # rare: read all of it, and cut
         part = tuple(slice(first, first + length) for first, length in zip(offsets, lengths))
         return torch.load(entry, map_location="cpu", weights_only=True)[part]
     row, size = math.prod(saved.shape[1:]), saved.itemsize
     runs = [(offsets[0] * row, math.prod(lengths))]  # the first value and the number of values
     if not by_rows:
         runs = [(i * row + offsets[1], lengths[1]) for i in range(offsets[0], offsets[0] + lengths[0])]
-    data, end = torch.empty(math.prod(lengths), dtype=saved.dtype), 0
+    data, filled = torch.empty(math.prod(lengths), dtype=saved.dtype), 0
     raw = memoryview(data.view(torch.uint8).numpy())
     for first, count in runs:
         # private: where its data begin; there is no public name for it
         file.seek(start + saved.untyped_storage()._checkpoint_offset + (saved.storage_offset() + first) * size)
-        end += file.readinto(raw[end : end + count * size])
-    if end != len(raw):
+        filled += file.readinto(raw[filled : filled + count * size])
+    if filled != len(raw):
         raise EOFError(f"{file.name} ends too early")
     return data.view(lengths)
 
@@ -1098,13 +1129,14 @@ def load_checkpoint(
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     with on_all_ranks(f"{path} cannot be loaded"):
         reader = SafeReader(path)
-        saved = reader.read_metadata().state_dict_metadata
+        saved = reader.metadata.state_dict_metadata
         here = {name: tuple(tensor.shape) for name, tensor in get_model_state_dict(model).items()}
         there = {k.removeprefix("app.model."): tuple(v.size) for k, v in saved.items() if k.startswith("app.model.")}
-        for name in sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
-            raise ValueError(f"it is of another model, {name} is {there.get(name)} there and {here.get(name)} here")
+        if names := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
+            shapes = f"{there.get(names[0], 'missing')} there and {here.get(names[0], 'missing')} here"
+            raise ValueError(f"it is of another model, {names[0]} is {shapes}")
     state = {"app": AppState(model, optimizer)} | ({"rng": rng_state(rng_device)} if rng_device is not None else {})
-    with on_all_ranks(f"{path} cannot be loaded"):
+    with on_all_ranks(f"{path} cannot be loaded"):  # a collective, which no rank may enter alone
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     for group, own in zip(groups, options):
         group.update(own)
@@ -1143,8 +1175,8 @@ def export_checkpoint(path: Path, folder: Path, dtype: torch.dtype) -> None:
         return state[f"app.model.{name}"]
 
     temporary = folder.with_name(f".tmp_{folder.name}_{uuid.uuid4().hex[:8]}")
-    with on_all_ranks(f"{path} cannot be exported to {folder}"), contextlib.ExitStack() as clean_up:
-        clean_up.callback(shutil.rmtree, temporary, ignore_errors=True)
+    with on_all_ranks(f"{path} cannot be exported to {folder}"), contextlib.ExitStack() as at_end:
+        at_end.callback(shutil.rmtree, temporary, ignore_errors=True)
         config = transformers.AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -1174,9 +1206,7 @@ def build_optimizer(model: nn.Module, weight_decay: float) -> Optimizer:
     matrices = {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay}
     vectors = {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0}
     groups = [group for group in (matrices, vectors) if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
-    init_optimizer_state(optimizer)
-    return optimizer
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
 
 
 def learning_rate_of_step(step: int, peak: float, warmup_steps: int, num_train_steps: int) -> float:
@@ -1277,7 +1307,7 @@ def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path
     try:
         import wandb  # 3 s, and only here
 
-        mode = ("online" if wandb.api.api_key else "offline") if mode == "auto" else mode
+        mode = ("online" if wandb.login(prompt=False, verify=False) else "offline") if mode == "auto" else mode
         settings = wandb.Settings(init_timeout=60, silent=True)
         options = {"id": run_id, "resume": "allow", "mode": mode, "dir": str(output_dir), "settings": settings}
         return wandb.init(project="3D_parallel", config=config, **options)
@@ -1288,7 +1318,7 @@ def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path
 
 def resume_command(args: Config, argv: list[str], num_train_steps: int) -> str:
     """The command that goes on from this run's last checkpoint, up to `num_train_steps`."""
-    replaced = r" --(resume|num[_-]train[_-]steps|[tdc]p[_-]size)[ =]('[^']*'|\S+)"
+    replaced = r" --(resume|init[_-]from|num[_-]train[_-]steps|[tdc]p[_-]size)[ =]('[^']*'|\S+)"
     kept = re.sub(replaced, "", "".join(f" {shlex.quote(word)}" for word in argv))
     launcher = os.environ.get("LAUNCHED_AS")
     if not launcher:
@@ -1298,33 +1328,12 @@ def resume_command(args: Config, argv: list[str], num_train_steps: int) -> str:
     return f"{launcher}{kept} --resume auto --num_train_steps {num_train_steps}"
 
 
-def open_output_dir(output_dir: Path) -> filelock.BaseFileLock:
-    """Create, lock and try the directory before anything expensive starts. Keep the lock it returns. A collective."""
-    lock, probe = filelock.FileLock(output_dir / ".lock"), output_dir / f".probe_{gather_objects(uuid.uuid4().hex)[0]}"
-    failed = f"--output_dir {output_dir} cannot be used, give another directory"
-    with on_all_ranks(failed):
-        if get_rank() == 0:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            probe.write_text("all machines must see this file")
-            try:
-                lock.acquire(blocking=False)
-            except filelock.Timeout:
-                raise OSError("another run is writing to it") from None
-            except NotImplementedError:
-                print(f"{output_dir} is on a file system without locks: let no other run write there", flush=True)
-    with on_all_ranks(failed):
-        if not probe.exists():
-            raise OSError("it is not the same directory on all machines")
-    if get_rank() == 0:
-        probe.unlink()
-    return lock
-
-
 def train(
     model: PreTrainedModel,
     optimizer: Optimizer,
     tokens: np.ndarray,
-    split: tuple[int, range],
+    num_sequences: int,
+    held_out: range,
     args: Config,
     mesh: DeviceMesh | None,
     device: torch.device,
@@ -1332,26 +1341,25 @@ def train(
     save: Callable[..., Future],
     attention: Callable | None,
 ) -> Path | None:
-    """The training loop, from train_state["step"] to the last step or a signal. Returns the last checkpoint's path."""
+    """Train to the last step or a signal, and keep `train_state` up to date. Returns the last checkpoint's path."""
     is_main, output_dir = get_rank() == 0, Path(args.output_dir)
     metrics = open_metrics(output_dir, train_state["run"]) if is_main else None
     wandb_run = start_wandb(args.wandb_mode, asdict(args), train_state["run"], output_dir) if is_main else None
-    (sequences, held_out), first_step = split, train_state["step"] + 1
-    caught: list[int] = []  # signals that ask for a save and an end, both after the step in which they come
+    first_step = train_state["step"] + 1
+    caught: list[int] = []  # signals: the first asks for a save and an end after the step, more of them change nothing
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: caught.append(number))
+        signal.signal(number, lambda signum, frame: caught.append(signum))
     saving: Future | None = None  # the last save, perhaps still in flight
     bar = tqdm(total=args.num_train_steps, initial=first_step - 1, disable=not is_main, unit="step")
-    while train_state["step"] < args.num_train_steps:
+    for step in range(first_step, args.num_train_steps + 1):
         started = time.perf_counter()
-        indices = sequences_of_step(sequences, args.seed, train_state["step"], args.global_batch_size)
+        indices = sequences_of_step(num_sequences, args.seed, step - 1, args.global_batch_size)
         inputs, labels = read_sequences(tokens, indices, args.seq_len)
         micro_batches = shard_batch(inputs, labels, mesh, args.micro_batch_size, device)
-        lr = learning_rate_of_step(train_state["step"], args.learning_rate, args.warmup_steps, args.num_train_steps)
+        lr = learning_rate_of_step(step - 1, args.learning_rate, args.warmup_steps, args.num_train_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss, grad_norm = train_step(model, optimizer, micro_batches, mesh, args.max_grad_norm)
-        step = train_state["step"] + 1
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             bar.close()
             fail(f"step {step} has loss {loss} and gradient norm {grad_norm}: resume with a lower --learning_rate")
@@ -1375,13 +1383,13 @@ def train(
             bar.set_postfix_str(f"loss {loss:.4f}, norm {grad_norm:.3f}, lr {lr:.2e}, {speed}", refresh=False)
             bar.update()
 
-        # a broken save ends the run at the next step; whatever happens in one is seen by all ranks in the same step
+        # both are seen by all ranks after the same step
         broken = saving is not None and saving.done() and saving.exception() is not None
         stop = any_rank(bool(caught) or broken) or step == args.num_train_steps
         if stop or (args.save_every and step % args.save_every == 0):
             if saving is not None:
-                saving.result()  # one save at a time; raises what broke it
-            saving = save(about=dict(train_state))
+                saving.result()  # one save at a time; what broke it, the SystemExit of `fail`, leaves here on all ranks
+            saving = save(about=train_state)
         if stop:
             break
     path = saving.result() if saving is not None else None
@@ -1392,19 +1400,8 @@ def train(
     return path
 
 
-def split_data(num_tokens: int, args: Config) -> tuple[int, range]:
-    """How many sequences there are to train on, and which are held out: the last 1 %, but no more than 256."""
-    sequences = (num_tokens - 1) // args.seq_len
-    if sequences < 1:
-        fail(f"{args.dataset_name} has {num_tokens} tokens, too few for one sequence of --seq_len {args.seq_len}")
-    if args.eval_every and sequences < 100:
-        fail(f"{args.dataset_name} has only {sequences} sequences; --eval_every holds out 1 %, so it needs 100")
-    trained = sequences - min(sequences // 100, 256)  # an evaluation must stay short beside the steps
-    return trained, range(trained, sequences)
-
-
 def describe_run(args: Config, model: nn.Module, step: int, source: str, num_tokens: int) -> None:
-    """Print every derived size once, in one line. Rank 0 only."""
+    """Print every derived size once. Rank 0 only."""
     local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     mebibytes = sum(4 * 4 * p.numel() for p in local) / 2**20  # with gradient and AdamW state
     tokens = f"{args.global_batch_size} x {args.seq_len} = {args.global_batch_size * args.seq_len:,} tokens a step"
@@ -1412,7 +1409,7 @@ def describe_run(args: Config, model: nn.Module, step: int, source: str, num_tok
     size = f"{sum(p.numel() for p in model.parameters()):,} parameters, {mebibytes:,.1f} MiB a rank in training"
     batch = f"{tokens}, in micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size} a rank"
     begin = f"weights: {source}, step {step}{', nothing left to train' * (step >= args.num_train_steps)}"
-    print(mesh, size, batch, f"data: {num_tokens:,} tokens", begin, sep=" | ", flush=True)
+    print(mesh, size, batch, f"data: {num_tokens:,} tokens", begin, sep="\n", flush=True)
 
 
 # ---- 10 main ---------------------------------------------------------------------------------------------------------
@@ -1423,9 +1420,8 @@ def main(argv: list[str]) -> None:
     output_dir = Path(args.output_dir)
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what DCP tells one process
     if args.export_dir is not None:
-        found = find_checkpoint(args.resume, output_dir, 0, args.verify_checksums)
-        if found is None:
-            fail(f"--export_dir needs a checkpoint, and --output_dir {output_dir} has none; --resume PATH names one")
+        none = f"--export_dir needs a checkpoint, and --output_dir {output_dir} has none; --resume PATH names one"
+        found = find_checkpoint(args.resume, output_dir, 0, args.verify_checksums) or fail(none)
         export_checkpoint(found[0], Path(args.export_dir), getattr(torch, args.export_dtype))
         return print(f"Transformers folder: {args.export_dir}, of {found[0]}, step {found[1]['step']}", flush=True)
 
@@ -1434,13 +1430,13 @@ def main(argv: list[str]) -> None:
     sizes = {"tp": args.tp_size, "dp": args.dp_size, "cp": args.cp_size}
     mesh = build_mesh(device.type, **sizes, timeout_s=args.timeout) if dist.is_initialized() else None
     lock = open_output_dir(output_dir)
-    path, begin = begin_run(args.resume, output_dir, args.verify_checksums)
-    train_state = {**sizes, **{key: begin[key] for key in ("run", "step", "tokens")}}
+    path, origin = begin_run(args.resume, output_dir, args.verify_checksums)
+    train_state = {**sizes, **{key: origin[key] for key in ("run", "step", "tokens")}}
 
     # 3, 5, 4: config, tokenizer, attention, and the model as it is cut, still without storage
     config, tokenizer = load_config_and_tokenizer(args.model_name)
-    if begin.get("model_type", config.model_type) != config.model_type:
-        fail(f"{path} holds a {begin['model_type']}, but --model_name {args.model_name} is a {config.model_type}")
+    if origin.get("model_type", config.model_type) != config.model_type:
+        fail(f"{path} holds a {origin['model_type']}, but --model_name {args.model_name} is a {config.model_type}")
     check_attention(config, args.seq_len, args.cp_size, args.tp_size)
     attention = context_parallel_attention(mesh["cp"]) if args.cp_size > 1 else None
     if attention is not None:
@@ -1448,15 +1444,15 @@ def main(argv: list[str]) -> None:
     model = build_model(config, mesh, device.type, getattr(torch, args.dtype))
 
     # 6: data; 3: weights, from a checkpoint, a folder or the seed
-    patience = host_group(timeout_s=2 * 86400)  # while one rank reads, downloads or tokenizes
-    tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer, patience)
-    split = split_data(len(tokens), args)
+    slow_group = host_group(timeout_s=2 * 86400)  # while one rank reads, downloads or tokenizes
+    tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer, slow_group)
+    num_sequences, held_out = split_data(len(tokens), args)
     source = str(path or args.init_from or args.model_name)
-    is_checkpoint = (Path(source) / ".metadata").is_file() and not args.from_scratch
+    is_checkpoint = (Path(source) / ".metadata").is_file() and (path is not None or not args.from_scratch)
     if is_checkpoint and path is None and (Path(source) / MANIFEST).is_file():
         find_checkpoint(source, output_dir, 0, args.verify_checksums)  # refuses it if it is damaged
     read_weights = functools.partial(read_full_model, source, config, args.from_scratch, args.seed)
-    load_weights(model, device, None if is_checkpoint else read_weights, source, patience)
+    load_weights(model, device, None if is_checkpoint else read_weights, source, slow_group)
     if args.model_name != "tiny":
         with contextlib.suppress(OSError):  # most models have one; it goes along into each checkpoint
             model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
@@ -1466,7 +1462,7 @@ def main(argv: list[str]) -> None:
     # dropout: ranks hold other tokens or other heads, so they need other masks, and a resumed run not those of step 1
     torch.manual_seed(args.seed + 100_003 * (train_state["step"] + 1) + get_rank())
     if path is not None:
-        same_mesh = all(begin.get(key) == value for key, value in {**sizes, "device": device.type}.items())
+        same_mesh = all(origin.get(key) == value for key, value in {**sizes, "device": device.type}.items())
         load_checkpoint(path, model, optimizer, rng_device=device if same_mesh else None)
     elif is_checkpoint:
         load_checkpoint(Path(source), model)
@@ -1477,10 +1473,14 @@ def main(argv: list[str]) -> None:
     background = None
     if args.async_save:  # with a cache from the start the stager pins its memory, which takes a GPU
         stager = BlockingAsyncStager(cache_staged_state_dict=device.type == "cuda")
-        background = ThreadPoolExecutor(1), stager, host_group(args.timeout)
+        thread = ThreadPoolExecutor(1, initializer=torch.get_device_module(device).set_device, initargs=(device,))
+        background = thread, stager, host_group(args.timeout)
     options = {"tokenizer": tokenizer, "keep_last": args.keep_last, "background": background}
     save = functools.partial(save_checkpoint, output_dir, model, optimizer, **options)
-    path = train(model, optimizer, tokens, split, args, mesh, device, train_state, save, attention) or path
+    path = (
+        train(model, optimizer, tokens, num_sequences, held_out, args, mesh, device, train_state, save, attention)
+        or path
+    )
     if dist.is_initialized():
         dist.destroy_process_group()
     else:

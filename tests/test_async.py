@@ -32,6 +32,7 @@ def change_right_after_the_call(sizes, folder):
     dcp.FileSystemWriter.write_data = lambda self, plan, planner: (time.sleep(0.3), writer(self, plan, planner))[1]
     model, mesh = shard_model(make_model(make_config("llama", tied=True, vocab=512)), sizes)
     optimizer = script.build_optimizer(model, 0.1)
+    script.init_optimizer_state(optimizer)
     for group in optimizer.param_groups:
         group["lr"] = 0.01
     [(inputs, labels)] = make_batches(1, 512)

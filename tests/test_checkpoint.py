@@ -305,11 +305,13 @@ def save_with_gradients_before_the_first_step(sizes, folder):
     script = load_script()
     model, optimizer, _ = build(sizes)
     model(input_ids=torch.arange(32).view(1, 32), use_cache=False).logits.sum().backward()
-    expected = full_state(model, optimizer)
     path = save(folder, model, optimizer, sizes, step=0).result()
-    moments = [key for key in expected if key.endswith("exp_avg_sq")]
+    expected = full_state(model, optimizer)
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    assert moments and all(f"app.{key}" in saved for key in moments)
+    for name, _ in model.named_parameters():
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert f"app.optim.state.{name}.{key}" in saved, f"the checkpoint has no {key} of {name}"
+            assert not expected[f"optim.state.{name}.{key}"].any(), "the save has done a step"
     script.load_checkpoint(path, model, optimizer)
     return not differing(full_state(model, optimizer), expected)
 

@@ -41,11 +41,10 @@ def run_the_loading_snippet(folder):
     saved = make_model(make_config("llama"), seed=1)
     optimizer = torch.optim.AdamW(saved.parameters(), lr=0.1)
     save(Path(folder) / "output", saved, optimizer, (2, 2, 2), step=1).result()
-    model = make_model(make_config("llama"), seed=2)
     os.chdir(folder)
     [snippet] = [body for language, body in FENCES if language == "python" and "dcp.load" in body]
-    exec(snippet, {"model": model})
-    return all(torch.equal(a, b) for a, b in zip(model.parameters(), saved.parameters()))
+    exec(snippet, names := {})
+    return all(torch.equal(a, b) for a, b in zip(names["model"].parameters(), saved.parameters(), strict=True))
 
 
 def test_the_loading_snippet_loads(pool, tmp_path):
