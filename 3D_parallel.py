@@ -195,8 +195,11 @@ def start_process_group(device: str, timeout_s: int) -> torch.device:
         chosen, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(chosen)
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        timeout, device_id = timedelta(seconds=timeout_s), chosen if chosen.type == "cuda" else None
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        options = {"timeout": timedelta(seconds=timeout_s), "device_id": chosen if chosen.type == "cuda" else None}
+        store, rank, size = next(dist.rendezvous("env://", timeout=options["timeout"]))
+        # torchrun keeps its store over a restart, and with it the addresses of dead ranks
+        store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
     return chosen
 
 
@@ -333,10 +336,10 @@ def load_config_and_tokenizer(model_name: str) -> tuple[PreTrainedConfig, PreTra
     return config, tokenizer
 
 
-def read_full_model(source: str, config: PreTrainedConfig, from_scratch: bool, seed: int) -> PreTrainedModel:
+def read_full_model(source: str, config: PreTrainedConfig, is_random: bool, seed: int) -> PreTrainedModel:
     """The whole model on the CPU in float32, with trained or seeded random weights. Raises ValueError if some lack."""
     config = copy.deepcopy(config)  # building a model writes its kind of attention into the config
-    if from_scratch or source == "tiny":
+    if is_random:
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
@@ -491,11 +494,7 @@ def shard_dim(parameter: nn.Parameter, tp_size: int, fsdp_size: int) -> Shard | 
 
 
 def apply_fsdp(model: PreTrainedModel, fsdp_mesh: DeviceMesh, *, dtype: torch.dtype, tp_size: int = 1) -> None:
-    """Shard parameters, gradients and so the optimizer state over `fsdp_mesh`: a unit per decoder layer, and the ends.
-
-    The root's unit holds the embedding, and the head if it is tied to it: torch refuses one parameter in two units.
-    Gradients are averaged over the mesh in float32, whatever `dtype` computes in.
-    """
+    """Shard parameters, gradients and optimizer state over `fsdp_mesh`: a unit per decoder layer, one for each end."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     placement = functools.partial(shard_dim, tp_size=tp_size, fsdp_size=fsdp_mesh.size())
@@ -505,6 +504,7 @@ def apply_fsdp(model: PreTrainedModel, fsdp_mesh: DeviceMesh, *, dtype: torch.dt
     if head is not None and head.weight is not embedding.weight:
         # its forward ends where the backward begins: gathering it again would be wasted
         fully_shard(head, **options, reshard_after_forward=False)
+    # the root's unit holds the embedding, and the head if it is tied to it: torch refuses one parameter in two units
     fully_shard(model, **options)
 
 
@@ -533,11 +533,7 @@ def build_model(config: PreTrainedConfig, mesh: DeviceMesh | None, device: str, 
 def load_weights(
     model: PreTrainedModel, device: torch.device, read_weights: Callable | None, source: str, group: ProcessGroup | None
 ) -> None:
-    """Give a cut model its storage and its first weights, the same in every mesh. A collective.
-
-    Rank 0 alone calls `read_weights` for the whole model, on the CPU, and sends it tensor by tensor, while the others
-    wait on `group`; with None nobody does, because a checkpoint follows.
-    """
+    """Give a cut model storage and weights: rank 0 reads all on the CPU, and sends it; with None nobody does."""
     full_tensors = {}
     with on_all_ranks(f"the weights of {source} cannot be loaded", group):
         if read_weights is not None and get_rank() == 0:
@@ -557,10 +553,7 @@ def load_weights(
 
 
 def shard_sequence(full: Tensor, cp_rank: int, cp_size: int, dim: int = 1) -> Tensor:
-    """Keep chunks r and 2 * cp - 1 - r of 2 * cp: head and tail, so that causal attention costs the same on all ranks.
-
-    At cp = 2, rank 0 holds chunks 0 and 3, rank 1 chunks 1 and 2.
-    """
+    """Keep chunks r and 2cp-1-r of 2cp: causal work is then equal. At cp = 2 rank 0 has chunks 0, 3; rank 1: 1, 2."""
     if cp_size == 1:
         return full
     chunks = full.chunk(2 * cp_size, dim)
@@ -681,11 +674,7 @@ def read_documents(dataset_name: str, text_column: str) -> tuple[str, Iterator[l
 
 
 def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """Write all tokens of a dataset, documents end to end, to one flat file in the datasets cache, unless it is there.
-
-    Called by one rank of each machine. An end-of-sequence token follows each document that has none. The file appears
-    under its name only when it is whole. Tokens are uint16, or uint32 for a vocabulary beyond 65,536.
-    """
+    """Write all tokens of a dataset, documents end to end, to one file in the datasets cache, unless it is there."""
     import datasets
 
     fingerprint, batches, total, is_document = read_documents(dataset_name, text_column)
@@ -775,12 +764,9 @@ def shard_batch(
 
 
 def forward_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The sum of the cross entropy over all labels of a batch that are not -100, in float32, without a gradient scale.
-
-    To be called, and its backward too, inside `loss_parallel`: under tp the logits (B, S, V) are a DTensor that is
-    split over the vocabulary, and are never gathered.
-    """
+    """The sum of the cross entropy over labels that are not -100, in float32. Use it inside `loss_parallel`."""
     output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+    # (B, S, V); under tp a DTensor that is split over the vocabulary, and never gathered
     logits, labels = output.logits.flatten(0, 1).float(), batch["labels"].flatten()
     loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
     return loss.to_local() if isinstance(loss, DTensor) else loss
@@ -790,11 +776,7 @@ def forward_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def init_optimizer_state(optimizer: Optimizer) -> None:
-    """Give every trainable parameter of an Adam-like optimizer the state of step 0.
-
-    Without it get_state_dict runs a step of its own on an optimizer that never stepped, which counts as one, and a
-    parameter that never had a gradient is missing at save and demanded at load.
-    """
+    """Give parameters Adam's state of step 0; else get_state_dict does a step, or omits what never had a gradient."""
     for group in optimizer.param_groups:
         is_adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not group["amsgrad"]
         for parameter in group["params"] if is_adam else []:
@@ -813,10 +795,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 class AppState(Stateful):
-    """Model and optimizer as one entry of a DCP checkpoint, by torch's contract; with no optimizer, the model alone.
-
-    A tied parameter is there once; `add_tied_names` lets readers find it under its other name, too.
-    """
+    """Model and optimizer, or the model alone, as one entry of a DCP checkpoint; a tied parameter is there once."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None = None):
         self.model, self.tied = model, tied_names(model)
@@ -856,7 +835,11 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         known = {"format": int, "run": str, "step": int, "tokens": int, "saved": float, "files": dict}
-        return manifest if all(isinstance(manifest[key], kind) for key, kind in known.items()) else None
+        is_good = all(isinstance(manifest[key], kind) for key, kind in known.items())
+        is_good &= manifest["step"] >= 0 and re.fullmatch(r"[\w.-]+", manifest["run"]) is not None
+        is_good &= ".metadata" in manifest["files"]
+        is_good &= all({"size", "sha256"} <= {*entry} for entry in manifest["files"].values())
+        return manifest if is_good else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -934,12 +917,13 @@ def write_checkpoint(
             if is_main and about["tied"]:
                 add_tied_names(temporary, about["tied"])
             shards = f"__{get_rank()}_"  # as DCP names what a rank writes
-            mine = [p for p in temporary.iterdir() if p.name.startswith(shards) or (is_main and p.suffix != ".distcp")]
-            own = {path.name: {"size": path.stat().st_size, "sha256": checksum(path)} for path in mine}
+            all_files = [path for path in temporary.rglob("*") if path.is_file()]
+            mine = [p for p in all_files if p.name.startswith(shards) or (is_main and p.suffix != ".distcp")]
+            own = {str(p.relative_to(temporary)): {"size": p.stat().st_size, "sha256": checksum(p)} for p in mine}
         files = {name: entry for part in gather_objects(own, group) for name, entry in part.items()}
         with on_all_ranks(failed, group):
             if is_main:
-                commit_checkpoint(temporary, final, {**about, "saved": time.time(), "files": files}, keep_last)
+                commit_checkpoint(temporary, final, {**about, "files": files}, keep_last)
     return final
 
 
@@ -962,8 +946,12 @@ def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any], ke
     aside as `<name>_step<its step>`, and the new one is renamed into place when all of it is on the disk. What another
     run saved gets that run's name, too, and is never pruned.
     """
+    saved = [old["saved"] for _, old in list_checkpoints(final.parent) if old]
+    manifest["saved"] = max(
+        [time.time(), *(other + 0.001 for other in saved)]
+    )  # a clock may go back, the order may not
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for path in (*temporary.iterdir(), temporary):
+    for path in (*temporary.rglob("*"), temporary):
         flush(path)
     if final.exists():
         old = read_manifest(final) or {"run": "unreadable", "step": "_unknown"}
@@ -977,7 +965,8 @@ def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any], ke
     os.rename(temporary, final)
     flush(final.parent)
     ours = [path for path, other in list_checkpoints(final.parent) if other and other["run"] == manifest["run"]]
-    for path in ours[keep_last:]:
+    own_name = re.compile(r"checkpoint_tp\d+_dp\d+_cp\d+(_step\d+(_[0-9a-f]{8})?)?")  # not a copy that somebody made
+    for path in [path for path in ours if own_name.fullmatch(path.name)][keep_last:]:
         hidden = path.with_name(f".removed_{path.name}_{uuid.uuid4().hex[:8]}")
         os.rename(path, hidden)  # so that no half-removed one is ever seen under its name
         shutil.rmtree(hidden, ignore_errors=True)
@@ -999,8 +988,8 @@ def check_files(path: Path, manifest: dict[str, Any] | None, with_checksums: boo
                 return f"{file} has {size} bytes instead of {expected['size']}"
             if with_checksums and checksum(file) != expected["sha256"]:
                 return f"{file} does not have the content that was saved (its checksum differs)"
-        except (OSError, KeyError, TypeError) as error:  # the latter two: a manifest that somebody has edited
-            return f"{file} cannot be checked ({first_line(error)})"
+        except OSError as error:
+            return f"{file} cannot be read ({error.strerror})"
     return None
 
 
@@ -1070,8 +1059,13 @@ class SafeReader(dcp.FileSystemReader):
 
     def __init__(self, path: Path):
         super().__init__(path)
-        with (path / ".metadata").open("rb") as file:
+        self.folder = os.open(path, os.O_RDONLY)  # it stays the same one when a run moves it aside meanwhile
+        with self.open(".metadata") as file:
             self.metadata = MetadataUnpickler(file).load()
+
+    def open(self, name: str) -> io.BufferedReader:
+        # a small buffer: between the slices nothing is read ahead
+        return open(name, "rb", buffering=512, opener=functools.partial(os.open, dir_fd=self.folder))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         return self.metadata
@@ -1079,8 +1073,7 @@ class SafeReader(dcp.FileSystemReader):
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> torch.futures.Future:
         for item in plan.items:
             info = self.storage_data[item.storage_index]
-            # only the name: no file outside of the folder; a small buffer: between the slices nothing is read ahead
-            with (Path(self.path) / Path(info.relative_path).name).open("rb", buffering=512) as file:
+            with self.open(Path(info.relative_path).name) as file:  # only the name: no file outside of the folder
                 entry = self._slice_file(file, info)  # private; the bytes of one torch.save
                 if item.type == dcp.planner.LoadItemType.BYTE_IO:
                     data = io.BytesIO(entry.read(-1))
@@ -1148,10 +1141,7 @@ def load_checkpoint(
 
 
 def write_safetensors(path: Path, tensors: dict[str, Tensor], read: Callable[[str, Tensor], Tensor]) -> None:
-    """Write a safetensors file while holding one tensor: `read` gives the data for a name and its meta tensor.
-
-    The file is the length of a JSON header, the header, the data; the library's own writer wants all tensors in memory.
-    """
+    """Write a safetensors file (length of a JSON header, header, data), holding one tensor, which `read` gives."""
     kinds = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.bool: "BOOL"}
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in tensors.items():
@@ -1189,9 +1179,8 @@ def export_checkpoint(path: Path, folder: Path, dtype: torch.dtype) -> None:
         if files.is_sharded:
             index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
             (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        for file in path.iterdir():  # generation config and tokenizer
-            if file.suffix != ".distcp" and file.name not in (".metadata", MANIFEST):
-                shutil.copyfile(file, temporary / file.name)
+        not_ours = shutil.ignore_patterns("*.distcp", ".metadata", MANIFEST)  # but generation config and tokenizer
+        shutil.copytree(path, temporary, ignore=not_ours, dirs_exist_ok=True)
         config.dtype, config.architectures = dtype, [type(model).__name__]
         config.to_json_file(temporary / "config.json")
         os.rename(temporary, folder)
@@ -1296,7 +1285,10 @@ def open_metrics(output_dir: Path, run: str) -> Any:
     if path.exists() and f'"run": "{run}"' not in path.open().readline():
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
         os.rename(path, path.with_name(f"metrics_{stamp}_{uuid.uuid4().hex[:4]}.jsonl"))
-    return path.open("a")
+    file = path.open("a")
+    if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+        file.write("\n")  # after a line that a full disk has cut
+    return file
 
 
 def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path) -> Any:
@@ -1375,7 +1367,8 @@ def train(
         if args.eval_every and step % args.eval_every == 0:
             entry["eval_loss"] = evaluate(model, tokens, held_out, args, mesh, device)
         if is_main:
-            print(json.dumps(entry), file=metrics, flush=True)
+            with contextlib.suppress(OSError):  # a full disk ends the run at the next save, if it is still full then
+                print(json.dumps(entry), file=metrics, flush=True)
             if wandb_run is not None:
                 with contextlib.suppress(Exception):  # a failing wandb never stops a run
                     wandb_run.log(entry, step=step)
@@ -1437,6 +1430,16 @@ def main(argv: list[str]) -> None:
     config, tokenizer = load_config_and_tokenizer(args.model_name)
     if origin.get("model_type", config.model_type) != config.model_type:
         fail(f"{path} holds a {origin['model_type']}, but --model_name {args.model_name} is a {config.model_type}")
+    source = str(path or args.init_from or args.model_name)
+    is_checkpoint = (Path(source) / ".metadata").is_file() and (path is not None or not args.from_scratch)
+    if path is None and is_checkpoint and (Path(source) / MANIFEST).is_file():
+        find_checkpoint(source, output_dir, 0, args.verify_checksums)  # refuses it if it is damaged
+    if args.init_from == source and ((Path(source) / "config.json").is_file() or not is_checkpoint):
+        with on_all_ranks(f"--init_from {source} is no checkpoint, and no folder or hub id of such a model"):
+            other = transformers.AutoConfig.from_pretrained(source)
+            for key in ("model_type", "num_hidden_layers", "tie_word_embeddings"):  # these fit in silence, but wrongly
+                if (there := getattr(other, key, None)) != (here := getattr(config, key, None)):
+                    raise ValueError(f"its {key} is {there}, that of --model_name {args.model_name} {here}")
     check_attention(config, args.seq_len, args.cp_size, args.tp_size)
     attention = context_parallel_attention(mesh["cp"]) if args.cp_size > 1 else None
     if attention is not None:
@@ -1447,11 +1450,8 @@ def main(argv: list[str]) -> None:
     slow_group = host_group(timeout_s=2 * 86400)  # while one rank reads, downloads or tokenizes
     tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer, slow_group)
     num_sequences, held_out = split_data(len(tokens), args)
-    source = str(path or args.init_from or args.model_name)
-    is_checkpoint = (Path(source) / ".metadata").is_file() and (path is not None or not args.from_scratch)
-    if is_checkpoint and path is None and (Path(source) / MANIFEST).is_file():
-        find_checkpoint(source, output_dir, 0, args.verify_checksums)  # refuses it if it is damaged
-    read_weights = functools.partial(read_full_model, source, config, args.from_scratch, args.seed)
+    is_random = args.from_scratch or (source == "tiny" and args.init_from is None)
+    read_weights = functools.partial(read_full_model, source, config, is_random, args.seed)
     load_weights(model, device, None if is_checkpoint else read_weights, source, slow_group)
     if args.model_name != "tiny":
         with contextlib.suppress(OSError):  # most models have one; it goes along into each checkpoint
@@ -1492,7 +1492,7 @@ def main(argv: list[str]) -> None:
     if is_main:
         step, last = train_state["step"], args.num_train_steps
         print(f"{'stopped by a signal, ' * (step < last)}checkpoint of step {step}: {path}", flush=True)
-        print(f"go on with: {resume_command(args, argv, last if step < last else 2 * last)}", flush=True)
+        print(f"go on with: {resume_command(args, argv, last if step < last else 2 * max(step, last))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 import functools
 import io
+import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -396,9 +398,23 @@ def test_names_pruning_and_other_runs(pool, tmp_path):
     assert load_script().list_checkpoints(tmp_path)[0][1]["step"] == 2
 
 
-def read_metrics(folder):
-    import json
+def save_while_the_clock_goes_back(sizes, folder):
+    model, optimizer, _ = build(sizes)
+    path = save(folder, model, optimizer, sizes, step=4, keep_last=1).result()
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"saved": manifest["saved"] + 3600}))
+    shutil.copytree(path, path.with_name(f"{path.name}_best"))  # somebody's own copy
+    for step in (6, 8):
+        save(folder, model, optimizer, sizes, step, keep_last=1).result()
 
+
+def test_the_newest_is_what_was_saved_last_also_when_the_clock_goes_back(pool, tmp_path):
+    pool.run(1, save_while_the_clock_goes_back, (1, 1, 1), str(tmp_path))
+    kept = [(path.name, manifest["step"]) for path, manifest in load_script().list_checkpoints(tmp_path)]
+    assert kept == [("checkpoint_tp1_dp1_cp1", 8), ("checkpoint_tp1_dp1_cp1_best", 4)]
+
+
+def read_metrics(folder):
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -415,6 +431,7 @@ def test_whole_runs_resume_in_another_mesh(pool, tmp_path):
     assert all(launch.codes), launch.outputs
     launch = pool.launch(0, *flags, *stop, "--resume", "auto")
     assert launch.codes == [0], launch.outputs
+    assert "other data" not in launch.outputs[0]
     expected, rows = read_metrics(whole), read_metrics(parts)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     for key in ("loss", "grad_norm", "lr", "tokens"):
@@ -459,5 +476,8 @@ def test_options_follow_the_flags_on_resume(pool, tmp_path):
     assert pool.launch(0, *flags, "--num_train_steps", 3).codes == [0]
     changed = ["--num_train_steps", 6, "--learning_rate", 0.01, "--resume", "auto"]
     assert pool.launch(0, *flags, *changed).codes == [0]
+    more = ["--num_train_steps", 7, "--resume", "auto", "--global_batch_size", 4]
+    launch = pool.launch(0, *flags, *more)
+    assert launch.codes == [0] and "other data than an unbroken run: global_batch_size changed" in launch.outputs[0]
     rates = [row["lr"] for row in read_metrics(tmp_path)]
-    assert rates[3:] == [load_script().learning_rate_of_step(step, 0.01, 2, 6) for step in (3, 4, 5)]
+    assert rates[3:6] == [load_script().learning_rate_of_step(step, 0.01, 2, 6) for step in (3, 4, 5)]

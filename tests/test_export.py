@@ -134,3 +134,54 @@ def test_export_by_command_and_runs_that_start_from_weights(pool, script, tmp_pa
         file.truncate(os.path.getsize(checkpoint / "__0_0.distcp") - 1)
     launch = pool.launch(0, *FLAGS, "--init_from", checkpoint, "--output_dir", tmp_path / "damaged")
     assert launch.codes == [2] and "bytes instead of" in launch.outputs[0], launch.outputs[0]
+
+
+UNFIT = {
+    # a folder that Transformers loads into the tiny model without a word, and what of it would be lost
+    "num_hidden_layers": make_config("llama", num_hidden_layers=6, tied=True),
+    "model_type": make_config("qwen3", num_hidden_layers=3, tied=True),
+    "tie_word_embeddings": make_config("llama", num_hidden_layers=3, tied=False),
+}
+
+
+@pytest.mark.parametrize("key", UNFIT)
+def test_weights_of_another_model_are_refused(pool, tmp_path, key):
+    UNFIT[key].save_pretrained(tmp_path / "folder")
+    launch = pool.launch(0, "--init_from", tmp_path / "folder", "--output_dir", tmp_path / "out", timeout=60)
+    assert launch.codes == [2] and launch.seconds < 30, launch.outputs
+    assert f"its {key} is" in launch.outputs[0] and "Traceback" not in launch.outputs[0], launch.outputs[0]
+
+
+def test_a_tokenizer_with_files_in_a_folder_goes_along(script, tmp_path):
+    tokenizer, model = script.byte_tokenizer(), make_model(make_config("llama", vocab=320))
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    about = {"tp": 1, "dp": 1, "cp": 1, "run": "r", "step": 1, "tokens": 0}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = script.save_checkpoint(tmp_path, model, optimizer, about=about, tokenizer=tokenizer, keep_last=1).result()
+    assert any("/" in name for name in script.read_manifest(path)["files"])
+    assert script.find_checkpoint("auto", tmp_path, 0, True)[0] == path
+    script.export_checkpoint(path, tmp_path / "out", torch.float32)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+
+
+def test_an_export_reads_one_checkpoint_while_a_run_saves_the_next(script, tmp_path, monkeypatch):
+    """The run moves the checkpoint aside, and another one into its place, after the first tensor was read."""
+    model = make_model(make_config("llama"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = save(tmp_path, model, optimizer, (1, 1, 1), step=1).result()
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    original, calls = script.read_slice, []
+
+    def read_slice(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            save(tmp_path, model, optimizer, (1, 1, 1), step=2).result()
+        return original(*args)
+
+    monkeypatch.setattr(script, "read_slice", read_slice)
+    script.export_checkpoint(path, tmp_path / "out", torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert len(calls) > 2 and all(torch.equal(a, b) for a, b in zip(exported.parameters(), expected, strict=True))

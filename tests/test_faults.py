@@ -189,6 +189,19 @@ DAMAGES = {
     "metadata flipped": (".metadata", flip, "checksum differs"),
     "no manifest": ("manifest.json", lambda p: p.unlink(), "no readable manifest"),
     "half a manifest": ("manifest.json", lambda p: truncate(p, 100), "no readable manifest"),
+    "a manifest with no checksum": (
+        "manifest.json",
+        lambda p: change_manifest(p, files={".metadata": {"size": 1}}),
+        "readable",
+    ),
+    "a manifest of a negative step": ("manifest.json", lambda p: change_manifest(p, step=-5), "no readable manifest"),
+    "a manifest with a path": ("manifest.json", lambda p: change_manifest(p, run="../../a"), "no readable manifest"),
+    "a manifest with no files": ("manifest.json", lambda p: change_manifest(p, files={}), "no readable manifest"),
+    "a manifest with no entries": (
+        "manifest.json",
+        lambda p: change_manifest(p, files={".metadata": 5}),
+        "no readable",
+    ),
     "newer format": ("manifest.json", lambda p: change_manifest(p, format=99), "format 99"),
 }
 

@@ -1,12 +1,15 @@
 """launch.sh, torchrun and plain python as a user starts them: real processes, and the files that they leave."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -137,6 +140,40 @@ def test_exception_on_one_rank_ends_all(tmp_path):
     assert "RuntimeError: rank 1 breaks in step 2" in result.output, result.output
     assert result.seconds < 60, f"{result.seconds:.0f} s\n{result.output}"
     assert not list((tmp_path / "output").glob("checkpoint*")), "a run that broke has left a checkpoint"
+
+
+def children(pid):
+    """The processes that a process has started, by /proc."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks in /proc")
+def test_a_killed_rank_is_restarted_and_the_run_goes_on(tmp_path):
+    """torchrun --max_restarts, a real kill -9: from the last checkpoint on, the same numbers as before it."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    flags = ["--seq_len", "32", "--global_batch_size", "2", "--num_train_steps", "60", "--save_every", "4"]
+    argv = [*torchrun, "--max_restarts", "2", str(SCRIPT), *flags, "--wandb_mode", "disabled", "--timeout", "60"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+    with subprocess.Popen(argv, cwd=tmp_path, **options) as process:
+        metrics, started = tmp_path / "output" / "metrics.jsonl", time.monotonic()
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 9) and time.monotonic() < started + 120:
+            time.sleep(0.05)
+        os.kill(children(process.pid)[-1], signal.SIGKILL)
+        output, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, output
+    rows = read_metrics(tmp_path)
+    first = next(i for i, (one, two) in enumerate(zip(rows, rows[1:])) if two["step"] <= one["step"]) + 1
+    assert rows[first]["step"] > 1 and rows[first]["step"] % 4 == 1, f"did not go on from a checkpoint: {output}"
+    assert [row["step"] for row in rows[first:]] == list(range(rows[first]["step"], 61))
+    before = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows[:first]}
+    again = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows[first:] if row["step"] in before}
+    assert again and all(before[step] == numbers for step, numbers in again.items()), (before, again)
 
 
 def test_launcher_is_valid_bash():

@@ -36,6 +36,13 @@ def test_a_new_run_keeps_the_old_metrics_under_another_name(pool, tmp_path):
     assert read(tmp_path)[0]["loss"] != read(tmp_path, old)[0]["loss"]
 
 
+def test_a_line_that_a_full_disk_has_cut_spoils_no_other(script, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "run": "r"}\n{"step')
+    with script.open_metrics(tmp_path, "r") as file:
+        file.write('{"step": 2, "run": "r"}\n')
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "run": "r"}\n{"step\n{"step": 2, "run": "r"}\n'
+
+
 def test_a_run_resumed_in_another_runs_directory_does_not_go_on_in_its_metrics(pool, tmp_path):
     for name, seed in (("a", 1), ("b", 2)):
         assert pool.launch(1, *FLAGS, "--seed", seed, "--output_dir", tmp_path / name).codes == [0]
