@@ -283,8 +283,7 @@ def open_output_dir(output_dir: Path) -> filelock.BaseFileLock:
     with on_all_ranks(failed):
         if not probe.exists():
             raise OSError("it is not the same directory on all machines")
-    if get_rank() == 0:
-        probe.unlink()
+    probe.unlink(missing_ok=True)
     return lock
 
 
@@ -374,7 +373,6 @@ def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 INDEX = re.compile(r"\.\d+(?=\.|$)")  # in the name of a module; Transformers' plans have a star in its place
-
 # a style of Transformers' `tp_plan`, and what it becomes; (B, S, H) is whole inside a block and (B, S/tp, H) outside
 TP_STYLES = {
     "colwise": parallel.ColwiseParallel(),
@@ -1230,11 +1228,7 @@ def reduce_loss_and_norm(loss_sum: Tensor, model: nn.Module, mesh: DeviceMesh | 
 def train_step(
     model: nn.Module, optimizer: Optimizer, micro_batches: list[dict], mesh: DeviceMesh | None, max_grad_norm: float
 ) -> tuple[float, float]:
-    """One optimizer step on one global batch, of which this rank has its micro-batches.
-
-    Returns the loss (the mean over all labels of the step) and the gradient norm before clipping, the same on all ranks
-    and in all meshes. When one of them is not finite, no weight has been touched.
-    """
+    """One optimizer step; the loss over all its labels and the norm before clipping, the same in all meshes."""
     num_labels = torch.stack([(batch["labels"] != -100).sum() for batch in micro_batches]).sum()
     if mesh is not None:
         dist.all_reduce(num_labels)
@@ -1250,7 +1244,7 @@ def train_step(
             loss_sum += loss.detach()
     total, norm = reduce_loss_and_norm(loss_sum, model, mesh)
     loss, grad_norm = torch.stack([total / num_labels, norm]).tolist()  # CPU-GPU sync
-    if math.isfinite(loss) and math.isfinite(grad_norm):
+    if math.isfinite(loss) and math.isfinite(grad_norm):  # else no weight is touched
         if grad_norm > max_grad_norm:
             nn.utils.clip_grads_with_norm_(model.parameters(), max_grad_norm, norm.float())
         optimizer.step()
@@ -1422,9 +1416,12 @@ def main(argv: list[str]) -> None:
     device = start_process_group(args.device, args.timeout)
     sizes = {"tp": args.tp_size, "dp": args.dp_size, "cp": args.cp_size}
     mesh = build_mesh(device.type, **sizes, timeout_s=args.timeout) if dist.is_initialized() else None
-    lock = open_output_dir(output_dir)
+    _lock = open_output_dir(output_dir)  # held as long as this process lives
     path, origin = begin_run(args.resume, output_dir, args.verify_checksums)
-    train_state = {**sizes, **{key: origin[key] for key in ("run", "step", "tokens")}}
+    data = {key: getattr(args, key) for key in ("dataset_name", "seq_len", "global_batch_size", "seed")}
+    train_state = {**sizes, **data, **{key: origin[key] for key in ("run", "step", "tokens")}}
+    if (changed := [key for key in data if origin.get(key, data[key]) != data[key]]) and get_rank() == 0:
+        print(f"the steps to come see other data than an unbroken run: {', '.join(changed)} changed", flush=True)
 
     # 3, 5, 4: config, tokenizer, attention, and the model as it is cut, still without storage
     config, tokenizer = load_config_and_tokenizer(args.model_name)
@@ -1477,23 +1474,24 @@ def main(argv: list[str]) -> None:
         background = thread, stager, host_group(args.timeout)
     options = {"tokenizer": tokenizer, "keep_last": args.keep_last, "background": background}
     save = functools.partial(save_checkpoint, output_dir, model, optimizer, **options)
-    path = (
-        train(model, optimizer, tokens, num_sequences, held_out, args, mesh, device, train_state, save, attention)
-        or path
-    )
+    saved = train(model, optimizer, tokens, num_sequences, held_out, args, mesh, device, train_state, save, attention)
     if dist.is_initialized():
         dist.destroy_process_group()
     else:
-        with on_all_ranks(f"the checkpoint is {path}, but {output_dir / 'model'} cannot be written"):
+        with on_all_ranks(f"the checkpoint is {saved or path}, but {output_dir / 'model'} cannot be written"):
             model.save_pretrained(output_dir / "model")
             tokenizer.save_pretrained(output_dir / "model")
         print(f"Transformers folder: {output_dir / 'model'}", flush=True)
-    lock.release()
     if is_main:
         step, last = train_state["step"], args.num_train_steps
-        print(f"{'stopped by a signal, ' * (step < last)}checkpoint of step {step}: {path}", flush=True)
+        print(f"{'stopped by a signal, ' * (step < last)}checkpoint of step {step}: {saved or path}", flush=True)
         print(f"go on with: {resume_command(args, argv, last if step < last else 2 * max(step, last))}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except SystemExit:  # a refusal, on all ranks; gloo's threads can abort a process that ends inside of its group
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
