@@ -153,7 +153,8 @@ def parse_arguments(argv: list[str]) -> Config:
         folder = Path(args.export_dir)
         if world_size > 1 or args.resume == "never":
             fail("--export_dir takes one process and a checkpoint: plain python with --resume PATH or auto")
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        is_taken = folder.is_symlink() or folder.is_mount()  # a rename cannot put a folder in the place of these
+        if is_taken or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
             fail(f"--export_dir {folder} exists already; give a new directory")
         return args
 
@@ -1123,7 +1124,8 @@ def load_checkpoint(
         saved = reader.metadata.state_dict_metadata
         here = {name: tuple(tensor.shape) for name, tensor in get_model_state_dict(model).items()}
         there = {k.removeprefix("app.model."): tuple(v.size) for k, v in saved.items() if k.startswith("app.model.")}
-        if names := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
+        keys = (here.keys() | there.keys()) - tied_names(model).keys()
+        if names := sorted(key for key in keys if here.get(key) != there.get(key)):
             shapes = f"{there.get(names[0], 'missing')} there and {here.get(names[0], 'missing')} here"
             raise ValueError(f"it is of another model, {names[0]} is {shapes}")
     state = {"app": AppState(model, optimizer)} | ({"rng": rng_state(rng_device)} if rng_device is not None else {})

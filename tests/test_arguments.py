@@ -203,8 +203,15 @@ BAD_RUNS = [
     Run("resume: no path", "--resume {inputs}/nowhere", r"\S+/nowhere has no readable manifest.json"),
     Run("resume: no manifest", "--resume {inputs}/gpt2", r"\S+/gpt2 has no readable manifest.json"),
     Run("resume: broken manifest", "--resume {inputs}/broken", r"\S+/broken has no .* manifest.json.*--resume auto"),
-    Run("init_from: no path", TEXT + "--init_from {inputs}/nowhere", r"weights of \S+/nowhere cannot be loaded"),
-    Run("init_from: no weights", TEXT + "--init_from {inputs}/bare", r"weights of \S+/bare cannot be loaded"),
+    Run(
+        "init_from: no path", TEXT + "--init_from {inputs}/nowhere", r"--init_from \S+/nowhere is no checkpoint, and no"
+    ),
+    Run(
+        "init_from: other model",
+        TEXT + "--init_from {inputs}/bare",
+        r"--init_from \S+/bare is no .*num_hidden_layers is 2",
+    ),
+    Run("init_from: no weights", TEXT + "--init_from {inputs}/hollow", r"weights of \S+/hollow cannot be loaded"),
     # config and tokenizer
     Run("model: unknown", "--model_name no/such-model", r"config of --model_name no/such-model cannot be read.*'tiny'"),
     Run("model: no config", "--model_name {inputs}/empty", r"config of --model_name \S+/empty cannot be read"),
@@ -274,6 +281,7 @@ def write_inputs(folder, script):
 
     model("llama", make_config("llama"))
     model("bare", make_config("llama"))
+    model("hollow", script.tiny_config())
     model("t5", t.T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=2))
     model("vocab", make_config("llama", vocab=200))
     model("window", make_config("mistral", sliding_window=16, max_position_embeddings=256))
