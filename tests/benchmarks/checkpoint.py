@@ -68,6 +68,7 @@ def build(layers, sizes):
     source = make_model(config) if dist.get_rank() == 0 else SimpleNamespace(config=config)
     model, mesh = shard_model(source, (dp, cp, tp))
     optimizer = load_script().build_optimizer(model, weight_decay=0.1)
+    load_script().init_optimizer_state(optimizer)
     # with the same numbers on all ranks of tp: some tensors have replicas there
     torch.manual_seed(1 + load_script().fsdp_axis(mesh).get_local_rank())
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
