@@ -352,7 +352,8 @@ def read_full_model(source: str, config: PreTrainedConfig, is_random: bool, seed
 @torch.no_grad()
 def copy_full_weights(model: nn.Module, tensors: dict[str, Tensor], device: torch.device) -> None:
     """Copy rank 0's full tensors (empty on the others) into the shards of all ranks, one at a time. A collective."""
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict())
+    persistent = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
     for name, target in (*model.named_parameters(), *buffers):
         full = tensors.pop(name) if get_rank() == 0 else torch.empty(target.shape, device=device)
         full = full.to(device=device, dtype=target.dtype)
@@ -1117,18 +1118,17 @@ def load_checkpoint(
     The optimizer's options (lr, weight decay, ...) stay as the caller has set them. With `rng_device` this rank's
     random state is restored too; only a checkpoint of the same mesh has it for every rank.
     """
-    groups = optimizer.param_groups if optimizer is not None else []
+    app, groups = AppState(model, optimizer), optimizer.param_groups if optimizer is not None else []
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     with on_all_ranks(f"{path} cannot be loaded"):
         reader = SafeReader(path)
         saved = reader.metadata.state_dict_metadata
         here = {name: tuple(tensor.shape) for name, tensor in get_model_state_dict(model).items()}
         there = {k.removeprefix("app.model."): tuple(v.size) for k, v in saved.items() if k.startswith("app.model.")}
-        keys = (here.keys() | there.keys()) - tied_names(model).keys()
-        if names := sorted(key for key in keys if here.get(key) != there.get(key)):
+        if names := sorted(n for n in (here.keys() | there.keys()) - app.tied.keys() if here.get(n) != there.get(n)):
             shapes = f"{there.get(names[0], 'missing')} there and {here.get(names[0], 'missing')} here"
             raise ValueError(f"it is of another model, {names[0]} is {shapes}")
-    state = {"app": AppState(model, optimizer)} | ({"rng": rng_state(rng_device)} if rng_device is not None else {})
+    state = {"app": app} | ({"rng": rng_state(rng_device)} if rng_device is not None else {})
     with on_all_ranks(f"{path} cannot be loaded"):  # a collective, which no rank may enter alone
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     for group, own in zip(groups, options):
@@ -1281,8 +1281,8 @@ def open_metrics(output_dir: Path, run: str) -> Any:
     if path.exists() and f'"run": "{run}"' not in path.open().readline():
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
         os.rename(path, path.with_name(f"metrics_{stamp}_{uuid.uuid4().hex[:4]}.jsonl"))
-    file = path.open("a")
-    if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+    file = path.open("a+")
+    if (size := path.stat().st_size) and os.pread(file.fileno(), 1, size - 1) != b"\n":
         file.write("\n")  # after a line that a full disk has cut
     return file
 
@@ -1487,7 +1487,7 @@ def main(argv: list[str]) -> None:
     if is_main:
         step, last = train_state["step"], args.num_train_steps
         print(f"{'stopped by a signal, ' * (step < last)}checkpoint of step {step}: {saved or path}", flush=True)
-        print(f"go on with: {resume_command(args, argv, last if step < last else 2 * max(step, last))}", flush=True)
+        print(f"go on with: {resume_command(args, argv, last if step < last else 2 * step)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Helpers of all tests: the script as a module, small asymmetric models, and a pool of ranks that is started once."""
 
 import importlib.util
+import json
 import multiprocessing
 import os
 import pickle
@@ -119,6 +120,18 @@ def save(folder, model, optimizer, sizes, step, run="r", keep_last=100, backgrou
     about = {"tp": tp, "dp": dp, "cp": cp, "run": run, "step": step, "tokens": 0}
     options = {"about": about, "tokenizer": None, "keep_last": keep_last, "background": background}
     return load_script().save_checkpoint(Path(folder), model, optimizer, **options)
+
+
+def make_optimizer(model, learning_rate, weight_decay=0.1):
+    """The script's optimizer with a constant rate, as no schedule sets one here."""
+    optimizer = load_script().build_optimizer(model, weight_decay)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    return optimizer
+
+
+def read_metrics(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
 
 
 def relative(a, b):

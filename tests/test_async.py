@@ -1,6 +1,5 @@
 """Asynchronous saves: the values are those at the call, one save is in flight, errors end the run, the end waits."""
 
-import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import load_script, make_batches, make_config, make_model, save, shard_model
+from conftest import load_script, make_batches, make_config, make_model, make_optimizer, read_metrics, save, shard_model
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 
@@ -20,6 +19,11 @@ def start_background():
     return ThreadPoolExecutor(1), BlockingAsyncStager(), load_script().host_group(60)
 
 
+def hold_up_the_writing(seconds=0.5):
+    writer = dcp.FileSystemWriter.write_data
+    dcp.FileSystemWriter.write_data = lambda self, plan, planner: (time.sleep(seconds), writer(self, plan, planner))[1]
+
+
 def full_copy(model, optimizer):
     """All values, copied by plain clones: of the parameters, the moments and Adam's step."""
     tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
@@ -28,13 +32,11 @@ def full_copy(model, optimizer):
 
 def change_right_after_the_call(sizes, folder):
     """Three saves, each followed at once by optimizer steps while the writing thread is held up."""
-    script, writer = load_script(), dcp.FileSystemWriter.write_data
-    dcp.FileSystemWriter.write_data = lambda self, plan, planner: (time.sleep(0.3), writer(self, plan, planner))[1]
+    script = load_script()
+    hold_up_the_writing(0.3)
     model, mesh = shard_model(make_model(make_config("llama", tied=True, vocab=512)), sizes)
-    optimizer = script.build_optimizer(model, 0.1)
+    optimizer = make_optimizer(model, 0.01)
     script.init_optimizer_state(optimizer)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.01
     [(inputs, labels)] = make_batches(1, 512)
     batches = script.shard_batch(inputs, labels, mesh, inputs.shape[0] // sizes[0], torch.device("cpu"))
     background, saving, expected = start_background(), None, []
@@ -59,15 +61,6 @@ def change_right_after_the_call(sizes, folder):
 
 def test_values_are_those_at_the_call(pool, tmp_path):
     pool.run(4, change_right_after_the_call, (1, 2, 2), str(tmp_path))
-
-
-def hold_up_the_writing():
-    writer = dcp.FileSystemWriter.write_data
-    dcp.FileSystemWriter.write_data = lambda self, plan, planner: (time.sleep(0.5), writer(self, plan, planner))[1]
-
-
-def read_metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_with_asynchronous_saves_is_the_same_run(pool, tmp_path):

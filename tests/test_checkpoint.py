@@ -13,7 +13,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from conftest import load_script, make_batches, make_config, make_model, relative, save, shard_model
+from conftest import (
+    load_script,
+    make_batches,
+    make_config,
+    make_model,
+    make_optimizer,
+    read_metrics,
+    relative,
+    save,
+    shard_model,
+)
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
@@ -29,14 +39,7 @@ CPU = torch.device("cpu")
 def build(sizes, **config):
     """Model, optimizer, mesh; the learning rate is constant, so that the plain process needs no schedule."""
     model, mesh = shard_model(make_model(make_config(**(CONFIG | config))), sizes)
-    return model, make_optimizer(model), mesh
-
-
-def make_optimizer(model):
-    optimizer = load_script().build_optimizer(model, WEIGHT_DECAY)
-    for group in optimizer.param_groups:
-        group["lr"] = LEARNING_RATE
-    return optimizer
+    return model, make_optimizer(model, LEARNING_RATE, WEIGHT_DECAY), mesh
 
 
 def train(model, optimizer, mesh, first, last):
@@ -221,7 +224,7 @@ def frozen_unused_and_tied(sizes, folder):
     def make():
         model, _, mesh = build(sizes, tied=True, vocab=512)
         model.model.norm.weight.requires_grad_(False)
-        return model, make_optimizer(model), mesh
+        return model, make_optimizer(model, LEARNING_RATE, WEIGHT_DECAY), mesh
 
     model, optimizer, mesh = make()
     assert model.lm_head.weight is model.model.embed_tokens.weight, "sharding has broken the tie"
@@ -288,7 +291,7 @@ def wrapped_layers(sizes, folder):
     layers = model.model.layers
     layers[0] = checkpoint_wrapper(layers[0])
     layers[0].compile(backend="eager")
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(model, LEARNING_RATE, WEIGHT_DECAY)
     path = save(f"{folder}/wrapped", model, optimizer, sizes, step=1).result()
     keys = [dcp.FileSystemReader(p).read_metadata().state_dict_metadata.keys() for p in (plain_path, path)]
     assert keys[0] == keys[1] and not any("_orig_mod" in key or "wrapped" in key for key in keys[0])
@@ -412,10 +415,6 @@ def test_the_newest_is_what_was_saved_last_also_when_the_clock_goes_back(pool, t
     pool.run(1, save_while_the_clock_goes_back, (1, 1, 1), str(tmp_path))
     kept = [(path.name, manifest["step"]) for path, manifest in load_script().list_checkpoints(tmp_path)]
     assert kept == [("checkpoint_tp1_dp1_cp1", 8), ("checkpoint_tp1_dp1_cp1_best", 4)]
-
-
-def read_metrics(folder):
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_whole_runs_resume_in_another_mesh(pool, tmp_path):

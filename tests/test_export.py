@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import load_script, make_config, make_model, save, shard_model
+from conftest import load_script, make_config, make_model, read_metrics, save, shard_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -125,7 +125,7 @@ def test_export_by_command_and_runs_that_start_from_weights(pool, script, tmp_pa
         more = ["--init_from", source, "--num_train_steps", 2, "--seed", 5, "--output_dir", tmp_path / name]
         launch = pool.launch(ranks, *FLAGS, *more)
         assert not any(launch.codes), launch.outputs
-        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        rows = read_metrics(tmp_path / name)
         assert [row["step"] for row in rows] == [1, 2], "a new run begins at step 0"
         assert rows[0]["loss"] == pytest.approx(expected, rel=1e-5), name
         assert rows[0]["run"] not in (first / "metrics.jsonl").read_text()

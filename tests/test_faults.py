@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import load_script, make_config, make_model, save
+from conftest import load_script, make_config, make_model, read_metrics, save
 
 
 FLAGS = ["--seq_len", 32, "--global_batch_size", 2, "--warmup_steps", 2]
@@ -404,8 +404,7 @@ def test_fault_in_a_save_keeps_the_older_checkpoint(pool, tmp_path, fault):
     )
     again = pool.launch(1, *flags, "--resume", "auto")
     assert again.codes == [0] and ", step 2" in again.outputs[0], again.outputs[0]
-    rows = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-4:] == [3, 4, 5, 6]
+    assert [row["step"] for row in read_metrics(tmp_path)][-4:] == [3, 4, 5, 6]
 
 
 @pytest.fixture

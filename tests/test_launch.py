@@ -1,7 +1,6 @@
 """launch.sh, torchrun and plain python as a user starts them: real processes, and the files that they leave."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import ROOT, SCRIPT
+from conftest import ROOT, SCRIPT, read_metrics
 
 
 LAUNCHER = ROOT / "launch.sh"
@@ -54,10 +53,6 @@ def start(argv, cwd, timeout=240, **variables):
     return Result(done.returncode, done.stdout, time.monotonic() - started)
 
 
-def read_metrics(folder):
-    return [json.loads(line) for line in (folder / "output/metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     """launch.sh on two tp ranks, started from a directory that is not its own."""
@@ -77,7 +72,7 @@ def test_launcher_trains_and_saves(launched):
     assert result.code == 0, result.output
     assert not NOISE.search(result.output), result.output
     assert (folder / "output/checkpoint_tp2_dp1_cp1/manifest.json").is_file(), result.output
-    rows = read_metrics(folder)
+    rows = read_metrics(folder / "output")
     assert [row["step"] for row in rows] == [1, 2], rows
     for row in rows:
         assert row.keys() >= {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second"}, row
@@ -91,7 +86,7 @@ def test_plain_process_is_the_same_run(launched, plain):
     folder, result = plain
     assert result.code == 0, result.output
     assert (folder / "output/checkpoint_tp1_dp1_cp1/manifest.json").is_file(), result.output
-    for ours, theirs in zip(read_metrics(folder), read_metrics(launched[0]), strict=True):
+    for ours, theirs in zip(read_metrics(folder / "output"), read_metrics(launched[0] / "output"), strict=True):
         for name in ("loss", "grad_norm"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5), f"{name}: {ours}, on two ranks: {theirs}"
 
@@ -125,7 +120,7 @@ def test_printed_command_goes_on(launched):
     assert result.code == 0, f"{command}\n{result.output}"
     assert not NOISE.search(result.output), result.output
     assert "step 2" in result.output, f"does not say where it begins: {result.output}"
-    rows = read_metrics(folder)
+    rows = read_metrics(folder / "output")
     assert [row["step"] for row in rows] == [1, 2, 3, 4], f"{rows}\n{result.output}"
     assert rows[-1]["tokens"] == 4 * 8 * 256, rows
     assert result.output.strip().splitlines()[-2].startswith("checkpoint of step 4: "), result.output
@@ -167,7 +162,7 @@ def test_a_killed_rank_is_restarted_and_the_run_goes_on(tmp_path):
         os.kill(children(process.pid)[-1], signal.SIGKILL)
         output, _ = process.communicate(timeout=180)
     assert process.returncode == 0, output
-    rows = read_metrics(tmp_path)
+    rows = read_metrics(tmp_path / "output")
     first = next(i for i, (one, two) in enumerate(zip(rows, rows[1:])) if two["step"] <= one["step"]) + 1
     assert rows[first]["step"] > 1 and rows[first]["step"] % 4 == 1, f"did not go on from a checkpoint: {output}"
     assert [row["step"] for row in rows[first:]] == list(range(rows[first]["step"], 61))

@@ -1,16 +1,10 @@
 """What a run says of itself: metrics.jsonl and wandb, on rank 0 only, and never in the way of training."""
 
-import json
-from pathlib import Path
-
 import pytest
+from conftest import read_metrics
 
 
 FLAGS = ["--seq_len", 32, "--global_batch_size", 2, "--warmup_steps", 2, "--num_train_steps", 3]
-
-
-def read(folder, name="metrics.jsonl"):
-    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
 
 
 def test_metrics_and_evaluation_are_the_same_in_every_mesh(pool, tmp_path):
@@ -19,7 +13,7 @@ def test_metrics_and_evaluation_are_the_same_in_every_mesh(pool, tmp_path):
     for ranks, mesh in [(0, []), (4, ["--tp_size", 2, "--cp_size", 2])]:
         launch = pool.launch(ranks, *FLAGS, *mesh, *data, "--output_dir", tmp_path / str(ranks))
         assert not any(launch.codes), launch.outputs
-        rows[ranks] = read(tmp_path / str(ranks))
+        rows[ranks] = read_metrics(tmp_path / str(ranks))
     for one, four in zip(rows[0], rows[4]):
         assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second"} <= one.keys()
         for key in one.keys() - {"tokens_per_second", "run"}:
@@ -32,8 +26,8 @@ def test_a_new_run_keeps_the_old_metrics_under_another_name(pool, tmp_path):
     for seed in (1, 2):
         assert pool.launch(1, *FLAGS, "--seed", seed, "--output_dir", tmp_path).codes == [0]
     [old] = [path.name for path in tmp_path.glob("metrics_*.jsonl")]
-    assert len(read(tmp_path)) == len(read(tmp_path, old)) == 3
-    assert read(tmp_path)[0]["loss"] != read(tmp_path, old)[0]["loss"]
+    assert len(read_metrics(tmp_path)) == len(read_metrics(tmp_path, old)) == 3
+    assert read_metrics(tmp_path)[0]["loss"] != read_metrics(tmp_path, old)[0]["loss"]
 
 
 def test_a_line_that_a_full_disk_has_cut_spoils_no_other(script, tmp_path):
@@ -48,7 +42,7 @@ def test_a_run_resumed_in_another_runs_directory_does_not_go_on_in_its_metrics(p
         assert pool.launch(1, *FLAGS, "--seed", seed, "--output_dir", tmp_path / name).codes == [0]
     resume = ["--resume", tmp_path / "a" / "checkpoint_tp1_dp1_cp1", "--output_dir", tmp_path / "b"]
     assert pool.launch(1, *FLAGS, *resume, "--num_train_steps", 4).codes == [0]
-    assert [row["step"] for row in read(tmp_path / "b")] == [4]
+    assert [row["step"] for row in read_metrics(tmp_path / "b")] == [4]
     assert len(list((tmp_path / "b").glob("metrics_*.jsonl"))) == 1
 
 
@@ -73,7 +67,7 @@ def test_a_failing_wandb_never_stops_training(pool, tmp_path):
     env = {"WANDB_MODE": "offline"}
     launch = pool.launch(1, *FLAGS, "--output_dir", tmp_path, env=env, before=break_wandb)
     assert launch.codes == [0] and "wandb is off: wandb has a bad day" in launch.outputs[0], launch.outputs[0]
-    assert len(read(tmp_path)) == 3
+    assert len(read_metrics(tmp_path)) == 3
 
 
 def refuse_wandb():

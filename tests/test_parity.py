@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import reference
 import torch
-from conftest import load_script, make_batches, make_config, make_model, relative, shard_model
+from conftest import load_script, make_batches, make_config, make_model, make_optimizer, relative, shard_model
 
 
 MESHES = [
@@ -137,9 +137,7 @@ def test_norm_of_large_gradients_is_exact(script):
 def train_in_bfloat16(sizes):
     script = load_script()
     model, mesh = shard_model(make_model(case_config(UNTIED)), sizes, dtype=torch.bfloat16)
-    optimizer = script.build_optimizer(model, 0.1)
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-2
+    optimizer = make_optimizer(model, 1e-2)
     losses = []
     for inputs, labels in make_batches(4, UNTIED.vocab):
         micro_batches = script.shard_batch(inputs, labels, mesh, inputs.shape[0] // sizes[0], torch.device("cpu"))

@@ -8,14 +8,10 @@ import sys
 import time
 
 import pytest
-from conftest import SCRIPT, load_script, relative
+from conftest import SCRIPT, load_script, read_metrics, relative
 
 
 FLAGS = ["--seq_len", 32, "--global_batch_size", 2, "--warmup_steps", 2, "--num_train_steps", 6]
-
-
-def read_metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def signal_in(name, call, number, ranks):
