@@ -18,6 +18,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import inspect
 import io
 import json
 import math
@@ -63,11 +64,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, parallel
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, parallel
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.optim import Optimizer
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 
 # ---- 1 configuration -------------------------------------------------------------------------------------------------
@@ -90,6 +93,7 @@ class Config:
     dataset_name: str = flag("stdlib", "'stdlib' (Python's own source), a hub id, or a .txt/.jsonl/.parquet file")
     text_column: str = flag("text", "the column that holds the text")
     seq_len: int = flag(256, "tokens in a sequence; divides by 2 * cp, and a shard of it by tp")
+    document_mask: bool = flag(False, "attention stays within each document, and positions begin anew in it")
     tp_size: int | None = flag(None, "tensor-parallel ranks; default: $TP_SIZE, or 1")
     dp_size: int | None = flag(None, "data-parallel ranks; default: $DP_SIZE, or what tp and cp leave")
     cp_size: int | None = flag(None, "context-parallel ranks; default: $CP_SIZE, or 1")
@@ -368,124 +372,239 @@ def copy_full_weights(model: nn.Module, tensors: dict[str, Tensor], device: torc
 # ---- 4 plans: tensor parallel, then FSDP -----------------------------------------------------------------------------
 
 
-def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The list of decoder layers: of all module lists the one that holds the most parameters."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    return max(lists, key=lambda module: sum(p.numel() for p in module.parameters()))
+def find_decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers, found by structure: what the outermost module lists hold, if it has matrices."""
+    lists: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
+            lists[name] = module
+    return [layer for layers in lists.values() for layer in layers if any(p.ndim > 1 for p in layer.parameters())]
 
 
-INDEX = re.compile(r"\.\d+(?=\.|$)")  # in the name of a module; Transformers' plans have a star in its place
-# a style of Transformers' `tp_plan`, and what it becomes; (B, S, H) is whole inside a block and (B, S/tp, H) outside
-TP_STYLES = {
-    "colwise": parallel.ColwiseParallel(),
-    "colwise_gather_output": parallel.ColwiseParallel(output_layouts=Replicate()),
-    "rowwise": parallel.RowwiseParallel(output_layouts=Shard(1)),
-    "rowwise_split_input": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    # q_norm and k_norm see (B, S, heads/tp, D): their gradient is a sum over the heads of all ranks
-    "replicated_with_grad_allreduce": parallel.SequenceParallel(sequence_dim=2, use_local_output=True),
+# how tp splits linear modules that a model's `tp_plan` leaves out, by what families call them; those that hold several
+# matrices in one are gathered, for their order is not known
+STYLES_BY_NAME = {
+    "colwise": "q_proj k_proj v_proj q_b_proj kv_b_proj gate_proj up_proj fc1 fc_in w1 w3 dense_h_to_4h",
+    "rowwise": "o_proj out_proj dense down_proj fc2 fc_out w2 dense_4h_to_h",
+    "colwise_gather_output": "query_key_value qkv_proj gate_up_proj",
 }
+GATHERED = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}  # between them each rank has it all
 
 
-def check_tensor_parallel(model: PreTrainedModel, styles: dict[str, str | None], tp: int) -> None:
-    """Refuse a model that its plan, a style for each module, cannot split over tp ranks; name the sizes that work."""
-    config = model.config.get_text_config()
-    family, head = config.model_type, model.get_output_embeddings()
-    in_layers = {name: style for name, style in styles.items() if style and ".*" in INDEX.sub(".*", name)}
-    if not any("colwise" in style for style in in_layers.values()):
-        fail(f"{family} has no tensor-parallel plan for its layers in Transformers; tp_size 1 would work")
-    if unknown := ", ".join(sorted(set(in_layers.values()) - TP_STYLES.keys())):
-        fail(f"the tensor-parallel plan of {family} has {unknown}, which is not supported; tp_size 1 would work")
-    if not isinstance(head, nn.Linear) or not isinstance(model.get_input_embeddings(), nn.Embedding):
+def is_experts(module: nn.Module) -> bool:
+    """Whether it holds all experts of a layer, stacked, and is told which of them each token takes."""
+    stacked = [p for p in module.parameters(False) if p.shape[0] == getattr(module, "num_experts", None)]
+    return any(p.ndim == 3 for p in stacked) and len(inspect.signature(module.forward).parameters) == 3
+
+
+def plan_block(block: nn.Module, own_plan: dict[str, str], hidden_size: int) -> dict[str, str]:
+    """The style in which tp splits each module of a block; empty where every rank has to run the whole block.
+
+    `own_plan` is the model's plan for it, by the names of modules. What that leaves out is split by name, if it is an
+    ordinary block. Each rank then computes one part of a sum, the block's output. So what a block adds to its output
+    must be split, or every rank would add it: where that cannot be told from its modules, the block is run whole.
+    """
+    leaves = {name: module for name, module in block.named_modules() if list(module.parameters(False))}
+    planned = {name.rpartition(".")[0] for name in leaves if name in own_plan}
+    styles, is_mixed = {}, False
+    for name, leaf in leaves.items():
+        parent, _, last = name.rpartition(".")
+        if is_experts(leaf):
+            styles[name] = "experts"
+        elif name in own_plan:
+            styles[name] = own_plan[name]
+        elif isinstance(leaf, nn.Linear) and parent not in planned:
+            styles.update((name, style) for style, names in STYLES_BY_NAME.items() if last in names.split())
+    widths = {leaves[name].out_features for name, style in styles.items() if style == "colwise"}
+    for name in leaves.keys() - styles.keys():
+        shapes = [tuple(parameter.shape) for parameter in leaves[name].parameters(False)]
+        if any(len(shape) > 2 for shape in shapes):  # a convolution, say
+            return {}
+        if isinstance(leaves[name], nn.Linear) and leaves[name].out_features == hidden_size:
+            return {}
+        is_mixed |= any(len(shape) == 1 and shape[0] in widths for shape in shapes)  # a norm over all heads at once
+    kinds = set(styles.values())
+    if is_mixed or kinds & set(GATHERED.values()):
+        styles = {name: GATHERED.get(style, style) for name, style in styles.items()}
+    is_split = "experts" in kinds or (any("colwise" in kind for kind in kinds) and any("row" in kind for kind in kinds))
+    has_list = any(isinstance(module, nn.ModuleList) for module in block.modules())  # a module for each head, say
+    return styles if is_split and not has_list and kinds <= {*GATHERED, *GATHERED.values(), "experts"} else {}
+
+
+def plan_tensor_parallel(model: PreTrainedModel, tp: int) -> dict[str, dict[str, str]]:
+    """The blocks of all decoder layers by name, each with the styles of its modules; see `plan_block`.
+
+    A block is a child of a layer that mixes tokens or widens them: attention, MLP, experts. The rest are norms and the
+    like, which treat each token alone. A model that tp cannot split is refused; the sizes of tp that work are named.
+    """
+    config, names = model.config.get_text_config(), {module: name for name, module in model.named_modules()}
+    family, head, embedding = config.model_type, model.get_output_embeddings(), model.get_input_embeddings()
+    if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
         fail(f"{family} has no plain embedding and output head to split; tp_size 1 would work")
-    sizes: dict[str, int] = {}  # what tp has to divide; where the plan gathers a projection's output, that is nothing
-    if any(style == "colwise" and "attn" in name for name, style in in_layers.items()):
-        sizes["attention heads"] = config.num_attention_heads
-        sizes["key/value heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    for name, style in in_layers.items():
-        module, what = model.get_submodule(name), name.rsplit(".", 1)[-1]
-        if style == "colwise" or (style == "colwise_gather_output" and module.bias is not None):
-            sizes[f"outputs of {what}"] = module.out_features
-        elif style == "rowwise":
-            sizes[f"inputs of {what}"] = module.in_features
-        if style == "colwise_gather_output" and "attn" in name and getattr(config, "attention_dropout", 0):
-            fail(f"each tp rank of {family} runs all heads, so attention_dropout would differ; tp_size 1 would work")
+    star = {name: model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in names.values()}
+    plan, sizes = {}, {}
+    for layer in find_decoder_layers(model):
+        children = [list(c) if isinstance(c, nn.ModuleList) else [c] for c in layer.children() if list(c.parameters())]
+        for block in (child for part in children for child in part):
+            name = names[block]
+            is_alone = isinstance(block, nn.Linear) or all(p.ndim < 2 for p in block.parameters())
+            if is_alone or "norm" in name.removeprefix(names[layer]):
+                continue
+            inner = {inner: star[f"{name}.{inner}"] for inner, _ in block.named_modules() if inner}
+            own_plan = {inner: style for inner, style in inner.items() if "wise" in (style or "")}
+            styles = plan[name] = plan_block(block, own_plan, embedding.embedding_dim)
+            if "colwise" in styles.values() and "att" in name.removeprefix(names[layer]):
+                sizes["attention heads"] = config.num_attention_heads
+                sizes["key/value heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            for inner, style in styles.items():
+                module, what = block.get_submodule(inner), inner.rsplit(".", 1)[-1]
+                if style == "experts":
+                    sizes[what] = module.num_experts
+                elif "colwise" in style:
+                    sizes[f"outputs of {what}"] = module.out_features
+                else:
+                    sizes[f"inputs of {what}"] = module.in_features
+    if not any(plan.values()):
+        fail(f"{family} has no tensor-parallel plan for its layers in Transformers; tp_size 1 would work")
+    if noisy := [name for name, value in config.to_dict().items() if "jitter" in name and value]:
+        fail(f"the routers of {family} have {noisy[0]}, and would differ between tp ranks; tp_size 1 would work")
     if head.bias is not None:
         sizes["biases of the output head"] = head.out_features
     if bad := " and ".join(f"{size} {what}" for what, size in sizes.items() if size % tp):
         common = math.gcd(*sizes.values())
         works = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         fail(f"tp_size {tp} does not divide the {bad} of this {family}; tp_size {works} would work")
+    return plan
 
 
-def gather_sequence(tp_mesh: DeviceMesh) -> Callable:
-    """A forward pre-hook: (B, S/tp, H) becomes a replicated DTensor (B, S, H), and its gradient is reduce-scattered."""
+def redistribute(tensor: Tensor, tp_mesh: DeviceMesh, here: Any, there: Any) -> Tensor:
+    """Bring a rank's tensor from one placement to another; the gradient that it gets is a part of a sum over ranks."""
+    placed = DTensor.from_local(tensor, tp_mesh, [here], run_check=False).redistribute(placements=[there])
+    return placed.to_local(grad_placements=[Partial() if there.is_replicate() else there])
 
-    def gather(hidden: Tensor) -> DTensor:
-        return DTensor.from_local(hidden, tp_mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
 
-    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def split_module(module: nn.Module, style: str | None, tp_mesh: DeviceMesh, num_heads: int | None = None) -> None:
+    """Cut a module's parameters over tp, and let its forward find this rank's plain part of each under its name.
+
+    What is not cut is the same on all ranks, but each has computed only a part of its gradient, that of its columns or
+    its tokens: a partial DTensor, which FSDP adds up over tp before its own reduce-scatter.
+    """
+    tp, tp_rank, is_row = tp_mesh.size(), tp_mesh.get_local_rank(), style in ("rowwise", "rowwise_split_input")
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        is_first = parameter.shape == (num_heads,) or (style is not None and not is_row)
+        placement = Shard(0) if is_first else Shard(1) if is_row and name == "weight" else Replicate()
+        cut = distribute_tensor(parameter, tp_mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+
+    def find_plain(module: nn.Module, args: tuple) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            plain = parameter.to_local(
+                grad_placements=[Partial() if p.is_replicate() else p for p in parameter.placements]
+            )
+            # each rank of a sum adds its tp-th of the bias. Not by setattr, which takes no plain tensor
+            module.__dict__[name] = plain / tp if is_row and name == "bias" else plain
+
+    def find_parameters(module: nn.Module, args: tuple, output: Any) -> None:
+        for name, _ in module.named_parameters(recurse=False):
+            module.__dict__.pop(name, None)
+
+    def keep_own(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        def own(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.is_floating_point():
+                return value
+            value = value - tp_rank * module.num_experts
+            return torch.where((value >= 0) & (value < module.num_experts), value, module.num_experts)  # the last: none
+
+        return tuple(own(value) for value in args), {name: own(value) for name, value in kwargs.items()}
+
+    module.register_forward_pre_hook(find_plain)
+    module.register_forward_hook(find_parameters, always_call=True)
+    if style == "colwise_gather_output":
+        module.register_forward_hook(lambda module, args, out: redistribute(out, tp_mesh, Shard(-1), Replicate()))
+    elif style == "rowwise_split_input":
+        module.register_forward_pre_hook(lambda module, args: args[0].chunk(tp, -1)[tp_rank])
+    elif style == "experts":
+        module.num_experts //= tp
+        module._is_expert_parallel = True  # private: what tells Transformers that some tokens take none of these
+        module.register_forward_pre_hook(keep_own, with_kwargs=True)
+
+
+def split_block(block: nn.Module, styles: dict[str, str], num_heads: int, tp_mesh: DeviceMesh) -> None:
+    """Cut a block's modules. It takes and returns (B, S/tp, H), and works on (B, S, H) in between."""
+    by_heads, tp, tp_rank = "colwise" in styles.values(), tp_mesh.size(), tp_mesh.get_local_rank()
+    for name, module in block.named_modules():
+        has_heads = module is block and by_heads and "experts" not in styles.values()
+        split_module(module, styles.get(name), tp_mesh, num_heads if has_heads else None)
+    for name in ("num_heads", "num_key_value_heads"):  # some families cut their projections by these
+        if by_heads and isinstance(getattr(block, name, None), int):
+            setattr(block, name, getattr(block, name) // tp)
+
+    def gather(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:  # some families pass hidden_states by position, some by keyword
-            return (gather(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": gather(kwargs["hidden_states"])}
+            return (redistribute(args[0], tp_mesh, Shard(1), Replicate()), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": redistribute(kwargs["hidden_states"], tp_mesh, Shard(1), Replicate())}
 
-    return hook
+    def scatter(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        hidden, given = output[0] if isinstance(output, tuple) else output, args[0] if args else kwargs["hidden_states"]
+        whole = hidden.view(*given.shape[:2], -1)  # some families return (B * S, H)
+        own = redistribute(whole, tp_mesh, Partial(), Shard(1)) if styles else whole.chunk(tp, 1)[tp_rank]
+        own = own.contiguous().flatten(0, 3 - hidden.ndim)
+        return (own, *output[1:]) if isinstance(output, tuple) else own
+
+    block.register_forward_pre_hook(gather, with_kwargs=True)
+    last = [name for name, style in styles.items() if "row" in style]
+    is_one = len(last) == 1 and "experts" not in styles.values()  # then what follows it, say dropout, is on own tokens
+    place = block.get_submodule(last[0]) if is_one else block
+    place.register_forward_hook(scatter, with_kwargs=True)
 
 
 def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
-    """Split the model's matrices over tp, and the sequence between its blocks, by the model's own `tp_plan`.
+    """Split the model's matrices over tp, and the sequence between its blocks.
 
     Between blocks each rank holds (B, S/tp, H): sequence parallelism, Korthikanti et al., arXiv 2205.05198. A block
     gathers the sequence once, its last projection reduces and scatters it again. The logits stay split over the
-    vocabulary, as a DTensor for `loss_parallel`. Afterwards every parameter is a DTensor on `tp_mesh`. The gradient of
-    a norm's weight, of which each rank has computed the part of its tokens or heads, comes out as a partial DTensor:
-    FSDP sums it over tp before its own reduce-scatter. A model that the plan cannot split is refused.
+    vocabulary, as a DTensor for `loss_parallel`. Afterwards every parameter is a DTensor on `tp_mesh`.
     """
-    styles = {name: model.tp_plan.get(INDEX.sub(".*", name)) for name, _ in model.named_modules()}
-    check_tensor_parallel(model, styles, tp_mesh.size())
-    family = model.config.get_text_config().model_type
+    plan, config = plan_tensor_parallel(model, tp_mesh.size()), model.config.get_text_config()
+    embedding, head, tp_rank = model.get_input_embeddings(), model.get_output_embeddings(), tp_mesh.get_local_rank()
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    head_name = next(name for name, module in model.named_modules() if module is head)
-    is_projection = {name for name, style in styles.items() if "colwise" in (style or "") and name != head_name}
-    blocks = {name.rsplit(".", 1)[0] for name in is_projection}  # self_attn, mlp: the modules that own the projections
-
-    def from_replicated(module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> DTensor:
-        return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
-
-    for name, module in list(model.named_modules()):
-        if not any(True for _ in module.parameters(recurse=False)):
-            continue
-        style = styles[name]
-        block = next((b for b in blocks if name.startswith(b + ".")), None)
-        if module is embedding:
-            plan = parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-        elif module is head:
-            plan = parallel.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
-        elif style in TP_STYLES:
-            plan = TP_STYLES[style]
-        elif block and any(styles[p] == "colwise_gather_output" for p in is_projection if p.startswith(block + ".")):
-            # a norm between projections whose outputs are whole: it runs alike on all ranks, no gradient is summed
-            distribute_module(module, tp_mesh, input_fn=from_replicated, output_fn=lambda _, out, mesh: out.to_local())
-            continue
-        elif block:
-            fail(f"the tensor-parallel plan of {family} does not say how to run {name}; tp_size 1 would work")
-        else:
-            plan = parallel.SequenceParallel(use_local_output=True)
-        parallel.parallelize_module(module, tp_mesh, plan)
-    for block in blocks:
-        model.get_submodule(block).register_forward_pre_hook(gather_sequence(tp_mesh), with_kwargs=True)
-
+    ends = {
+        embedding: parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        head: parallel.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    for module, style in ends.items():
+        parallel.parallelize_module(module, tp_mesh, style)
+    cut = {*ends}
+    for name, styles in plan.items():
+        block = model.get_submodule(name)
+        split_block(block, styles, config.num_attention_heads, tp_mesh)
+        cut |= set(block.modules())
+    in_layers = {module for layer in find_decoder_layers(model) for module in layer.modules()}
+    for module in set(model.modules()) - cut:
+        is_table = isinstance(module, nn.Embedding)  # of positions, which are not cut
+        if module in in_layers or is_table or all(p.ndim < 2 for p in module.parameters(False)):
+            split_module(module, None, tp_mesh)  # norms and the like, each rank on its own tokens
+        if is_table:
+            module.register_forward_hook(
+                lambda module, args, output: output.chunk(tp_mesh.size(), 1)[tp_rank].contiguous()
+            )
     model.tie_weights()  # embedding and head were cut one by one
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable[name])
         if not isinstance(parameter, DTensor):
-            fail(f"no tensor-parallel rule covers {name} of {family}; tp_size 1 would work")
+            fail(f"no tensor-parallel rule covers {name} of {config.model_type}; tp_size 1 would work")
 
 
 def shard_dim(parameter: nn.Parameter, tp_size: int, fsdp_size: int) -> Shard | None:
-    """Which dimension FSDP cuts: the first, but not of what tp has cut unevenly, for DCP cannot read that cut twice."""
-    cut_by_tp = isinstance(parameter, DTensor) and Shard(0) in parameter.placements
-    if not cut_by_tp or parameter.shape[0] % tp_size == 0 or fsdp_size == 1:
+    """Which dimension FSDP cuts: the first, but the second of what that would cut so that it cannot be used.
+
+    That is a matrix whose rows tp has cut unevenly, for DCP cannot read that cut twice; and stacked experts, of which
+    there may be fewer than ranks.
+    """
+    by_tp = tp_size if isinstance(parameter, DTensor) and Shard(0) in parameter.placements else 1
+    if parameter.ndim > 2 and parameter.shape[0] % (by_tp * fsdp_size) and parameter.shape[1] % fsdp_size == 0:
+        return Shard(1)
+    if parameter.shape[0] % by_tp == 0 or fsdp_size == 1:
         return None  # torch's own choice, the first
     rows, columns = parameter.shape
     if columns % fsdp_size:
@@ -508,25 +627,42 @@ def apply_fsdp(model: PreTrainedModel, fsdp_mesh: DeviceMesh, *, dtype: torch.dt
     fully_shard(model, **options)
 
 
-def build_model(config: PreTrainedConfig, mesh: DeviceMesh | None, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without storage, cut by the plans: tensor parallel, then FSDP. Refuses what the mesh cannot express."""
-    # one rank of cp and tp takes what Transformers takes; under tp its mask must not be needed, so it must be sdpa
+def build_model(
+    config: PreTrainedConfig,
+    mesh: DeviceMesh | None,
+    device: str,
+    dtype: torch.dtype,
+    *,
+    seq_len: int,
+    has_documents: bool = False,
+) -> PreTrainedModel:
+    """The model without storage, cut by the plans: tensor parallel, then FSDP. Refuses what the mesh cannot express.
+
+    Where the sequence is cut, or has documents, it runs `context_parallel_attention`, its `.attention_function`.
+    """
     cp, tp = (mesh["cp"].size(), mesh["tp"].size()) if mesh is not None else (1, 1)
-    attention = "context_parallel" if cp > 1 else "sdpa" if tp > 1 else None
+    attention, name = None, "context_parallel" if cp * tp > 1 or has_documents else None
+    if name:  # first one that works without other ranks, to ask the model for what it does
+        attention, describe_mask = context_parallel_attention(None)
+        AttentionMaskInterface.register(name, describe_mask)
+        transformers.AttentionInterface.register(name, attention)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).train()
-    except ValueError as error:  # a family that does not take another attention
-        fail(f"{config.model_type} cannot run {attention} attention, cp and tp 1 would work: {first_line(error, 80)}")
-    if cp > 1 and any(name.endswith("sinks") for name, _ in model.named_parameters()):
-        fail(f"{config.model_type} has attention sinks, which cp_size {cp} cannot express; cp_size 1 would work")
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name).train()
+    except (ValueError, KeyError) as error:
+        fail(f"{config.model_type} cannot run {name} attention, cp and tp 1 would work: {first_line(error, 80)}")
+    check_attention(model, attention, seq_len, cp, tp)
     if mesh is None and dtype != torch.float32:
         # with no FSDP to cast the weights of each layer, autocast casts them for each operator
         model.forward = torch.autocast(device, dtype)(model.forward)
     if mesh is not None:
+        if name:
+            attention, _ = context_parallel_attention(mesh["cp"])
+            transformers.AttentionInterface.register(name, attention)
         if tp > 1:
             apply_tensor_parallel(model, mesh["tp"])
         apply_fsdp(model, fsdp_axis(mesh), dtype=dtype, tp_size=tp)
+    model.attention_function = attention
     return model
 
 
@@ -572,74 +708,153 @@ def gather_sequence_shards(shard: Tensor, cp_mesh: DeviceMesh, dim: int) -> Tens
     return torch.cat([*chunks[0::2], *chunks[1::2][::-1]], dim)
 
 
-def context_parallel_attention(cp_mesh: DeviceMesh) -> Callable:
-    """An attention function for Transformers' AttentionInterface that sees the whole sequence from each shard of it.
+def context_parallel_attention(cp_mesh: DeviceMesh | None) -> tuple[Callable, Callable]:
+    """Attention over the whole sequence, of which each rank holds two chunks; and the mask function that it needs.
 
-    Keys and values are gathered along the sequence (they are small under grouped-query attention), queries stay, and
-    each of the two chunks of queries runs causal attention on what lies before it: the method of Llama 3,
-    arXiv 2407.21783, section 3.3.2. Its calls are counted in `.calls`. To add another kind of attention, let
-    `check_attention` admit it, and give scaled_dot_product_attention its mask. Register no mask function under the
-    same name: Transformers then builds no mask, which would be of the shard's size.
+    Register both under one name, with Transformers' AttentionInterface and AttentionMaskInterface. Keys and values are
+    gathered along the sequence (they are small under grouped-query attention), queries stay, and each chunk of them
+    runs attention on what it can see: the method of Llama 3, arXiv 2407.21783, section 3.3.2. Instead of building a
+    mask, which would be of a shard's size, the mask function hands on what a layer can see, as a function of
+    positions: windows, chunks and the like. `.positions`, (B, S), keeps attention within documents: the position of
+    each token in its own one. `.callers` collects the modules that called.
     """
-    cp_rank, cp_size = cp_mesh.get_local_rank(), cp_mesh.size()
+    cp_rank, cp_size = (cp_mesh.get_local_rank(), cp_mesh.size()) if cp_mesh is not None else (0, 1)
+
+    def describe_mask(mask_function: Callable, local_size: int | None = None, **kwargs) -> tuple[Callable, int | None]:
+        if kwargs["attention_mask"] is None:
+            raise ValueError(
+                "call the model with an attention_mask of ones, or positions of a shard look like documents"
+            )
+        if "allow_is_bidirectional_skip" in kwargs or kwargs.get("use_vmap"):
+            raise NotImplementedError("a mask that is not causal")
+        return mask_function, local_size
 
     def attention(
         module: nn.Module,
         query: Tensor,  # (B, heads, S/cp, D)
         key: Tensor,  # (B, kv heads, S/cp, D)
-        value: Tensor,  # (B, kv heads, S/cp, D)
-        attention_mask: Tensor | None,
+        value: Tensor,  # (B, kv heads, S/cp, D of values)
+        attention_mask: tuple[Callable, int | None],
         scaling: float | None = None,
         dropout: float = 0.0,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,  # (heads,)
         **kwargs,
     ) -> tuple[Tensor, None]:
-        attention.calls += 1
-        asked = {"a mask": attention_mask is not None, "dropout": dropout, "softcap": kwargs.get("softcap")}
-        asked |= {"sinks": kwargs.get("s_aux") is not None, "not causal": not getattr(module, "is_causal", True)}
-        asked["a window"] = (kwargs.get("sliding_window") or math.inf) < query.shape[2] * cp_size
-        if any(asked.values()):  # check_attention has refused what it knows; this is for models that it does not know
-            raise ValueError(f"context-parallel attention got {', '.join(k for k, v in asked.items() if v)}")
-        key_value = gather_sequence_shards(torch.cat([key, value], dim=-1), cp_mesh, dim=2)  # (B, kv heads, S, 2D)
-        length, outputs = query.shape[2] // 2, []
-        for chunk, q in zip((cp_rank, 2 * cp_size - 1 - cp_rank), query.split(length, dim=2)):
-            end = (chunk + 1) * length
-            k, v = key_value[:, :, :end].split([key.shape[-1], value.shape[-1]], dim=-1)
-            options = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
-            outputs.append(F.scaled_dot_product_attention(q, k, v, causal_lower_right(length, end), **options))
+        attention.callers.add(module)
+        if not isinstance(attention_mask, tuple) or not getattr(module, "is_causal", True):
+            raise NotImplementedError("attention that is not causal, or has a mask of its own")
+        if more := [name for name, value in kwargs.items() if isinstance(value, Tensor) and name != "position_ids"]:
+            raise NotImplementedError(f"attention with {', '.join(more)}")
+        (can_see, local_size), seq_len = attention_mask, query.shape[2] * cp_size
+        is_plain = can_see is causal_mask_function or (local_size or 0) >= seq_len
+        is_plain &= attention.positions is None and softcap is None and s_aux is None
+        key_value = torch.cat([key, value], dim=-1)  # (B, kv heads, S, both D), from here on
+        key_value = gather_sequence_shards(key_value, cp_mesh, dim=2) if cp_size > 1 else key_value
+        chunks = (cp_rank, 2 * cp_size - 1 - cp_rank) if cp_size > 1 else (0,)
+        length, outputs = query.shape[2] // len(chunks), []
+        for chunk, q in zip(chunks, query.split(length, dim=2)):
+            begin, end = chunk * length, (chunk + 1) * length
+            first = max(0, begin - local_size + 1) if local_size else 0  # what lies before is not computed on
+            k, v = key_value[:, :, first:end].split([key.shape[-1], value.shape[-1]], dim=-1)
+            if is_plain:
+                options = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1], "dropout_p": dropout}
+                outputs.append(F.scaled_dot_product_attention(q, k, v, causal_lower_right(length, end), **options))
+            else:
+                is_sparse, ranges = q.is_cuda and not dropout, ((begin, end), (first, end))
+                mask = build_mask(can_see, attention.positions, *ranges, q.device, is_sparse)
+                outputs.append(masked_attention(q, k, v, mask, scaling, dropout, softcap, s_aux))
         return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None  # (B, S/cp, heads, D)
 
-    attention.calls = 0
-    return attention
+    attention.callers, attention.positions = set(), None
+    return attention, describe_mask
 
 
-def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, tp: int) -> None:
-    """Refuse a sequence that is too long, and attention that is not plainly causal where cp or tp needs it to be."""
-    config, reasons = config.get_text_config(), []
+@functools.lru_cache(maxsize=16)  # the layers of a forward share their masks
+def build_mask(
+    can_see: Callable,
+    positions: Tensor | None,
+    queries: tuple[int, int],
+    keys: tuple[int, int],
+    device: torch.device,
+    is_sparse: bool,
+) -> Tensor | BlockMask:
+    """Which keys each query can see, for ranges of both: (1 or B, 1, Q, K) bools, or FlexAttention's block mask."""
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        q, k = q + queries[0], k + keys[0]
+        if positions is None:
+            return can_see(b, h, q, k)
+        q_place, k_place = positions[b, q], positions[b, k]
+        return can_see(b, h, q_place, k_place) & (q - q_place == k - k_place)  # both documents begin at one token
+
+    batch, num_q, num_k = 1 if positions is None else len(positions), queries[1] - queries[0], keys[1] - keys[0]
+    if is_sparse:
+        # compiled, so that no Q x K mask is in memory in between
+        return torch.compile(create_block_mask)(visible, batch if batch > 1 else None, None, num_q, num_k, device)
+    sizes = (batch, 1, num_q, num_k)
+    shapes = [[-1 if i == dim else 1 for i in range(4)] for dim in range(4)]
+    index = [torch.arange(size, device=device).view(shape) for size, shape in zip(sizes, shapes)]
+    return visible(*index).expand(sizes)
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask, scale: float, dropout: float, softcap: Any, sinks: Any
+) -> Tensor:
+    """Attention with what no plain kernel has: any mask, soft-capped scores, and sinks (heads,), to which a head can
+    give a part of its attention, as to a key without a value. q is (B, heads, Q, D), k and v are (B, kv heads, K, D).
+    """
+    if isinstance(mask, BlockMask):
+        cap = (lambda score, *where: softcap * torch.tanh(score / softcap)) if softcap is not None else None
+        options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1], "return_aux": AuxRequest(lse=True)}
+        output, aux = torch.compile(flex_attention)(q, k, v, cap, mask, **options)
+        return output if sinks is None else output * torch.sigmoid(aux.lse - sinks[:, None])[..., None].to(output.dtype)
+    if softcap is None and sinks is None:
+        options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1], "dropout_p": dropout}
+        return F.scaled_dot_product_attention(q, k, v, mask, **options)
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    weights = F.dropout(scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype), dropout)
+    return weights[..., : k.shape[2]] @ v
+
+
+def check_attention(model: PreTrainedModel, attention: Callable, seq_len: int, cp: int, tp: int) -> None:
+    """Refuse a model on meta whose attention this one cannot stand for, by asking it; and too long a sequence."""
+    config, reason = model.config.get_text_config(), None
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and seq_len > positions:
         fail(f"--seq_len {seq_len} is longer than the {positions} positions of this {config.model_type}")
-    if cp == tp == 1:
-        return  # under tp the model builds its masks from embeddings whose sequence is cut: there it must need none
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention", "sliding_attention"])
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window is not None and window < seq_len and "sliding_attention" in kinds:
-        reasons.append(f"a sliding window of {window} tokens, shorter than --seq_len {seq_len}")
-    if other := ", ".join(sorted(kinds - {"full_attention", "sliding_attention"})):
-        reasons.append(f"layers of {other}")
+    if attention is None:
+        return
+    layers = find_decoder_layers(model)
+    if not model._can_set_attn_implementation():  # private, but nothing public tells whether a model has the interface
+        reason = "attention that Transformers cannot replace"
+    try:
+        ids = torch.zeros((1, 8), dtype=torch.int64, device="meta")
+        with torch.no_grad():
+            model(input_ids=ids, position_ids=ids, attention_mask=ids + 1, use_cache=False)
+    except NotImplementedError as error:
+        reason = reason or str(error)
+    except Exception:
+        pass
+    else:
+        if cp > 1 and any(attention.callers.isdisjoint(layer.modules()) for layer in layers):
+            reason = reason or "layers that mix tokens by other means than attention"
     if cp > 1:
-        if getattr(config, "attn_logit_softcapping", None):
-            reasons.append("softcap in attention")
-        for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
-            if getattr(config, name, 0):
-                reasons.append(f"dropout in attention ({name} {getattr(config, name)})")
+        if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+            reason = reason or "convolutions along the sequence"
         rope = getattr(config, "rope_parameters", None) or {}
-        original = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
+        original = rope.get("original_max_position_embeddings") or positions or 0
         if rope.get("rope_type") in ("dynamic", "longrope") and seq_len > original:
             # its frequencies depend on the largest position that a rank happens to hold
-            reasons.append(f"{rope['rope_type']} rotary embeddings beyond {original} positions")
-    if reasons:
+            reason = f"{rope['rope_type']} rotary embeddings beyond {original} positions"
+    if reason:
         axis = f"cp_size {cp}" if cp > 1 else f"tp_size {tp}"
-        fail(f"{config.model_type} has {' and '.join(reasons)}, which {axis} cannot express; cp and tp 1 would work")
+        fail(f"{config.model_type} has {reason}, which {axis} cannot express; cp and tp 1 would work")
 
 
 # ---- 6 data ----------------------------------------------------------------------------------------------------------
@@ -748,14 +963,28 @@ def read_sequences(tokens: np.ndarray, indices: Iterable[int], seq_len: int) -> 
 
 
 def shard_batch(
-    inputs: Tensor, labels: Tensor, mesh: DeviceMesh | None, micro_batch_size: int, device: torch.device
+    inputs: Tensor,
+    labels: Tensor,
+    mesh: DeviceMesh | None,
+    micro_batch_size: int,
+    device: torch.device,
+    document_end: int | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Cut a global batch, (B, S), into this rank's micro-batches: dp takes rows, cp two chunks, tp gets the same."""
+    """Cut a global batch, (B, S), into this rank's micro-batches: dp takes rows, cp two chunks, tp gets the same.
+
+    With `document_end`, the token that ends a document, positions begin anew after it, attention stays within a
+    document, for which each rank has the positions of whole rows, and the end has no label.
+    """
     places = [(mesh.get_local_rank(axis), mesh[axis].size()) if mesh is not None else (0, 1) for axis in ("dp", "cp")]
     (dp_rank, dp), (cp_rank, cp) = places
     positions = torch.arange(inputs.shape[1]).expand_as(inputs)
+    if document_end is not None:
+        starts = F.pad(inputs[:, :-1] == document_end, (1, 0)) * positions
+        positions, labels = positions - starts.cummax(dim=1).values, labels.masked_fill(inputs == document_end, -100)
     batch = {"input_ids": inputs, "position_ids": positions, "labels": labels}
     batch = {name: shard_sequence(full.chunk(dp)[dp_rank], cp_rank, cp) for name, full in batch.items()}
+    if document_end is not None:
+        batch["document_positions"] = positions.chunk(dp)[dp_rank]
     split = {name: shard.contiguous().to(device).split(micro_batch_size) for name, shard in batch.items()}
     return [dict(zip(split, tensors)) for tensors in zip(*split.values())]
 
@@ -763,13 +992,50 @@ def shard_batch(
 # ---- 7 loss ----------------------------------------------------------------------------------------------------------
 
 
-def forward_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The sum of the cross entropy over labels that are not -100, in float32. Use it inside `loss_parallel`."""
-    output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+def forward_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The sum of the cross entropy over labels that are not -100, in float32, and the logits of routers that are asked
+    for, (tokens, experts) for each layer. Use it inside `loss_parallel`."""
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+    if model.attention_function is not None:
+        # a mask of ones, else Transformers takes a shard's positions for those of packed documents
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        model.attention_function.positions = batch.get("document_positions")
+    output = model(**inputs, use_cache=False)
     # (B, S, V); under tp a DTensor that is split over the vocabulary, and never gathered
     logits, labels = output.logits.flatten(0, 1).float(), batch["labels"].flatten()
     loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-    return loss.to_local() if isinstance(loss, DTensor) else loss
+    has_routers = getattr(output, "aux_loss", None) is not None
+    return loss.to_local() if isinstance(loss, DTensor) else loss, output.router_logits if has_routers else ()
+
+
+@torch.no_grad()
+def count_experts(model: nn.Module, micro_batches: list[dict], mesh: DeviceMesh | None) -> Tensor | None:
+    """How often all tokens of a step take each expert, over all layers: (experts,). None if the config does not ask.
+
+    A forward of its own: the load balancing loss needs these numbers of the whole batch before its first backward.
+    """
+    config = model.config.get_text_config()
+    if not getattr(config, "output_router_logits", False):
+        return None
+    with parallel.loss_parallel():
+        routers = [logits for batch in micro_batches for logits in forward_loss(model, batch)[1]]
+    if not routers:
+        return None
+    chosen = torch.cat([logits.topk(config.num_experts_per_tok).indices.flatten() for logits in routers])
+    counts = torch.bincount(chosen, minlength=routers[0].shape[-1])
+    if mesh is not None:
+        dist.all_reduce(counts, group=fsdp_axis(mesh).get_group())
+    return counts
+
+
+def load_balancing_loss(router_logits: tuple[Tensor, ...], counts: Tensor, rows: int) -> Tensor:
+    """A rank's part of the auxiliary loss of Switch Transformers, arXiv 2101.03961, equations 4 to 6.
+
+    `counts` are those of `count_experts` over all `rows`, the tokens of a step times the layers: this factor of the
+    product has no gradient, so that the parts of ranks and micro-batches add up to the loss of the whole batch.
+    """
+    probabilities = sum(logits.float().softmax(dim=-1).sum(dim=0) for logits in router_logits)
+    return len(counts) * (counts / rows * probabilities / rows).sum()
 
 
 # ---- 8 checkpoint ----------------------------------------------------------------------------------------------------
@@ -1231,19 +1497,29 @@ def train_step(
     model: nn.Module, optimizer: Optimizer, micro_batches: list[dict], mesh: DeviceMesh | None, max_grad_norm: float
 ) -> tuple[float, float]:
     """One optimizer step; the loss over all its labels and the norm before clipping, the same in all meshes."""
+    tp, replicas = (mesh["tp"].size(), fsdp_axis(mesh).size()) if mesh is not None else (1, 1)
     num_labels = torch.stack([(batch["labels"] != -100).sum() for batch in micro_batches]).sum()
     if mesh is not None:
         dist.all_reduce(num_labels)
-        num_labels //= mesh["tp"].size()  # tp ranks hold the same labels
+        num_labels //= tp  # tp ranks hold the same labels
     num_labels = num_labels.clamp(min=1)
     # FSDP averages gradients over its mesh; the loss is a mean over labels, which need not lie evenly on the ranks
-    scale = (mesh.size() // mesh["tp"].size() if mesh is not None else 1) / num_labels
-    loss_sum = torch.zeros((), device=num_labels.device)
-    with parallel.loss_parallel():
-        for batch in micro_batches:
-            loss = forward_loss(model, batch)
-            (loss * scale).backward()
+    scale, loss_sum = replicas / num_labels, torch.zeros((), device=num_labels.device)
+    config, counts = model.config.get_text_config(), count_experts(model, micro_batches, mesh)
+    for batch in micro_batches:
+        with parallel.loss_parallel():
+            loss, router_logits = forward_loss(model, batch)
             loss_sum += loss.detach()
+            if counts is not None:
+                rows = len(router_logits) * replicas * sum(batch["labels"].numel() for batch in micro_batches)
+                extra = (
+                    model.config.get_text_config().router_aux_loss_coef
+                    * load_balancing_loss(router_logits, counts, rows)
+                    * num_labels
+                )
+                loss_sum += extra.detach()
+                loss = loss + extra / tp  # as all of tp compute it, and their gradients are added up
+            (loss * scale).backward()
     total, norm = reduce_loss_and_norm(loss_sum, model, mesh)
     loss, grad_norm = torch.stack([total / num_labels, norm]).tolist()  # CPU-GPU sync
     if math.isfinite(loss) and math.isfinite(grad_norm):  # else no weight is touched
@@ -1252,6 +1528,20 @@ def train_step(
         optimizer.step()
     optimizer.zero_grad()
     return loss, grad_norm
+
+
+def check_first_step(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Refuse a model whose layers did not all run the attention over the whole sequence, or that is not all cut."""
+    layers, attention = find_decoder_layers(model), model.attention_function
+    calls = sum(not attention.callers.isdisjoint(layer.modules()) for layer in layers) if attention is not None else 0
+    if mesh["cp"].size() > 1 and calls < len(layers):  # such a layer has seen only its own part of the sequence
+        fail(f"{calls} of {len(layers)} layers of {model.config.model_type} ran context-parallel attention, not all")
+    axes = {"fsdp", "tp"} if mesh["tp"].size() > 1 else {"fsdp"}
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor) or set(parameter.device_mesh.mesh_dim_names) != axes:
+            fail(
+                f"{name} of {model.config.model_type} is not cut over the whole mesh, so its gradient cannot be trusted"
+            )
 
 
 @torch.no_grad()
@@ -1267,7 +1557,7 @@ def evaluate(
         labels[len(held_out) - start :] = -100  # the last batch is filled up with rows that have no labels
         for batch in shard_batch(inputs, labels, mesh, args.micro_batch_size, device):
             with parallel.loss_parallel():
-                loss = forward_loss(model, batch)
+                loss, _ = forward_loss(model, batch)
             totals += torch.stack([loss.double(), (batch["labels"] != -100).sum().double()])
     if mesh is not None:
         dist.all_reduce(totals)
@@ -1327,7 +1617,6 @@ def train(
     device: torch.device,
     train_state: dict[str, Any],
     save: Callable[..., Future],
-    attention: Callable | None,
 ) -> Path | None:
     """Train to the last step or a signal, and keep `train_state` up to date. Returns the last checkpoint's path."""
     is_main, output_dir = get_rank() == 0, Path(args.output_dir)
@@ -1351,11 +1640,8 @@ def train(
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             bar.close()
             fail(f"step {step} has loss {loss} and gradient norm {grad_norm}: resume with a lower --learning_rate")
-        if attention is not None and step == first_step:
-            layers, calls = len(find_decoder_layers(model)), attention.calls // len(micro_batches)
-            with on_all_ranks("context parallelism cannot be trusted with this model"):
-                if calls != layers:  # a layer that does not call it has seen only its own part of the sequence
-                    raise ValueError(f"{calls} of {layers} layers ran its attention, not all")
+        if mesh is not None and step == first_step:
+            check_first_step(model, mesh)
         train_state |= {"step": step, "tokens": train_state["tokens"] + inputs.numel()}
 
         entry = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": train_state["tokens"]}
@@ -1439,11 +1725,7 @@ def main(argv: list[str]) -> None:
             for key in ("model_type", "num_hidden_layers", "tie_word_embeddings"):  # these fit in silence, but wrongly
                 if (there := getattr(other, key, None)) != (here := getattr(config, key, None)):
                     raise ValueError(f"its {key} is {there}, that of --model_name {args.model_name} {here}")
-    check_attention(config, args.seq_len, args.cp_size, args.tp_size)
-    attention = context_parallel_attention(mesh["cp"]) if args.cp_size > 1 else None
-    if attention is not None:
-        transformers.AttentionInterface.register("context_parallel", attention)
-    model = build_model(config, mesh, device.type, getattr(torch, args.dtype))
+    model = build_model(config, mesh, device.type, getattr(torch, args.dtype), seq_len=args.seq_len)
 
     # 6: data; 3: weights, from a checkpoint, a folder or the seed
     slow_group = host_group(timeout_s=2 * 86400)  # while one rank reads, downloads or tokenizes
@@ -1476,7 +1758,7 @@ def main(argv: list[str]) -> None:
         background = thread, stager, host_group(args.timeout)
     options = {"tokenizer": tokenizer, "keep_last": args.keep_last, "background": background}
     save = functools.partial(save_checkpoint, output_dir, model, optimizer, **options)
-    saved = train(model, optimizer, tokens, num_sequences, held_out, args, mesh, device, train_state, save, attention)
+    saved = train(model, optimizer, tokens, num_sequences, held_out, args, mesh, device, train_state, save)
     if dist.is_initialized():
         dist.destroy_process_group()
     else:

@@ -103,13 +103,9 @@ def make_batches(steps, vocab, batch=8, seq_len=32, seed=1):
 
 def shard_model(source, sizes, dtype=torch.float32):
     """Put a plain model's weights on the mesh dp x cp x tp, as the script does. Returns model and mesh."""
-    from transformers import AttentionInterface
-
     script, (dp, cp, tp) = load_script(), sizes
     mesh = script.build_mesh("cpu", dp=dp, cp=cp, tp=tp)
-    if cp > 1:
-        AttentionInterface.register("context_parallel", script.context_parallel_attention(mesh["cp"]))
-    model = script.build_model(source.config, mesh, "cpu", dtype)
+    model = script.build_model(source.config, mesh, "cpu", dtype, seq_len=32)
     script.load_weights(model, torch.device("cpu"), lambda: source, "the test", None)
     return model, mesh
 

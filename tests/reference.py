@@ -18,8 +18,11 @@ def train(model, batches, *, learning_rate, max_grad_norm, optimizer="sgd", weig
         opt = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
     losses, norms, first_grads = [], [], None
     for inputs, labels in batches:
-        logits = model(input_ids=inputs, use_cache=False).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100)
+        output = model(input_ids=inputs, use_cache=False)
+        loss = F.cross_entropy(output.logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100)
+        if getattr(output, "aux_loss", None) is not None:  # of the routers, when the config asks for it
+            coefficient = getattr(model, "router_aux_loss_coef", None) or model.config.aux_loss_coef
+            loss = loss + coefficient * output.aux_loss
         loss.backward()
         norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters() if p.grad is not None))
         if norm > max_grad_norm:

@@ -286,7 +286,7 @@ def wrapped_layers(sizes, folder):
     script, config, mesh = load_script(), make_config(**CONFIG), load_script().build_mesh("cpu", dp=1, cp=1, tp=2)
     plain, optimizer, _ = build(sizes)
     plain_path = save(f"{folder}/plain", plain, optimizer, sizes, step=1).result()
-    model = script.build_model(config, mesh, "cpu", torch.float32)
+    model = script.build_model(config, mesh, "cpu", torch.float32, seq_len=32)
     script.load_weights(model, CPU, lambda: make_model(config), "the test", None)
     layers = model.model.layers
     layers[0] = checkpoint_wrapper(layers[0])

@@ -1,0 +1,295 @@
+"""Sweeps all causal-LM families of Transformers: is a small model of each the same in every mesh, or refused by name?
+
+    python tests/benchmarks/families.py                    # all of them; under an hour on 2 cores
+    python tests/benchmarks/families.py --family mixtral   # one or more of them, printed, the table is left alone
+
+Each family trains 3 SGD steps in one plain process with the model's own attention and loss, which is the truth, and in
+the meshes (tp, dp, cp) of MESHES. Losses and gradient norms of all steps and every full gradient of the first step are
+compared. What was swept is kept in a file, so that a sweep that was stopped goes on; tests/families.md is the table.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import logging
+import math
+import re
+import sys
+import tempfile
+import time
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests, for its helpers
+
+import reference
+import torch
+import transformers
+from conftest import ROOT, Pool, load_script, make_batches, relative
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+TABLE = ROOT / "tests" / "families.md"
+MESHES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)]  # tp, dp, cp
+LEARNING_RATE = 0.05
+TOLERANCE, STEPS, SEQ_LEN, BATCH, VOCABULARY = 1e-5, 3, 32, 4, 101  # 101 is a prime: no tp divides it
+EQUAL, REFUSED, DIFFERENT, CRASHED = "equal", "refused", "different", "crashed"
+
+# a small, asymmetric model: whichever of these names a config has. The window ends within a shard
+SIZES = {
+    **dict.fromkeys(["hidden_size", "n_embd", "d_model", "embed_dim"], 64),
+    **dict.fromkeys(["intermediate_size", "n_inner", "d_ff", "ffn_dim", "decoder_ffn_dim", "dff"], 96),
+    **dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"], 2),
+    **dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"], 4),
+    **dict.fromkeys(["max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"], 128),
+    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4),
+    **{"vocab_size": VOCABULARY, "pad_token_id": 60, "bos_token_id": 1, "eos_token_id": 2},
+    **{"num_key_value_heads": 2, "head_dim": 16, "d_kv": 16, "sliding_window": 12, "attention_chunk_size": 12},
+    **{"moe_intermediate_size": 48, "shared_expert_intermediate_size": 40, "num_experts_per_tok": 2},
+    **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    **{"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12},
+    **{"output_router_logits": True, "router_aux_loss_coef": 0.1, "use_sliding_window": True, "max_window_layers": 1},
+    **{
+        "is_decoder": True,
+        "image_size": 28,
+        "patch_size": 14,
+        "hidden_dropout_prob": 0.0,
+        "position_bias_num_buckets": 16,
+    },
+    **{"rotary_dim": 8, "chunk_size": 8, "mamba_chunk_size": 8, "mamba_d_state": 16},
+}
+PER_LAYER = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+# what a family needs besides, because its own values would not fit together
+SPECIAL = {
+    "cpmant": {"dim_model": 64, "dim_ff": 96, "dim_head": 16, "position_bias_max_distance": 64},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+    },
+    "gemma4_text": {
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+    },
+    "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 48, "zero_expert_num": 2, "moe_topk": 2},
+    "kimi_linear": {"num_experts_per_token": 2},
+    "reformer": {"axial_pos_embds": False},
+    "zamba": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 12},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+def shrink(config_class, depth=0, **special):
+    """A small config of this class; its parts (the text, the vision of a family that reads both) are shrunk, too."""
+    default = config_class()
+    known = default.to_dict()
+    sizes = {
+        name: value for name, value in SIZES.items() if name in known and not isinstance(known[name], (list, dict))
+    }
+    if "qk_rope_head_dim" in known:  # the keys of latent attention (MLA) are not grouped
+        sizes |= {name: value for name, value in (("num_key_value_heads", 4), ("head_dim", 8)) if name in known}
+    for name, value in vars(default).items():
+        if isinstance(value, float) and "drop" in name:
+            sizes[name] = 0.0  # ranks would draw other masks than one process
+        elif isinstance(value, transformers.PreTrainedConfig) and name.endswith("_config") and depth < 2:
+            sizes[name] = shrink(type(value), depth + 1).to_dict()
+    kinds = known.get("layer_types")
+    if isinstance(kinds, list) and len(set(kinds)) > 1 and "layer_types" not in special:
+        # a layer of each kind
+        with contextlib.suppress(Exception):
+            kinds = list(dict.fromkeys(kinds))
+            return config_class(**(sizes | {"layer_types": kinds, "num_hidden_layers": len(kinds)} | special))
+    return config_class(**(sizes | special))
+
+
+def make_config(family):
+    config = shrink(type(AutoConfig.for_model(family)), **SPECIAL.get(family, {}))
+    config.use_cache = False
+    return config
+
+
+def make_model(config):
+    """A float32 model with its own attention, in training mode, none of whose parameters is all zeros or ones."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
+
+
+HEADER = """# Families
+
+Made by `python tests/benchmarks/families.py` with torch {torch} and transformers {transformers}, on CPU. A small model
+of each family trains 3 SGD steps in one plain process and in four meshes: *equal* means that losses, gradient norms and
+every full gradient agree to 1e-5; *refused* is followed by what the script says; *not built* is what stood in the way
+of a small model that trains in one process. A window, a chunk or the groups of heads that a family has are in effect,
+and so is the auxiliary loss of its routers; dropout is off. With dp = 1 there are two micro-batches.
+
+"""
+RULE = "|---|---|---|---|---|"
+
+
+class Refused(Exception):
+    """What the script says instead of ending the process."""
+
+
+class RecordingSGD(torch.optim.SGD):
+    """SGD that keeps the gradients of its first step. Adam would hide a constant factor in all gradients."""
+
+    def step(self, closure=None):
+        if not hasattr(self, "first_grads"):
+            self.first_grads = [None if p.grad is None else p.grad.clone() for p in self.param_groups[0]["params"]]
+        return super().step(closure)
+
+
+def refuse(sentence):
+    raise Refused(sentence)
+
+
+def train_on_mesh(family, sizes, change=None):
+    """Runs on each rank: losses, norms, and the full gradients of the first step by name; or why it was refused."""
+    script, (tp, dp, cp), cpu = load_script(), sizes, torch.device("cpu")
+    script.fail = refuse
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    if change is not None:
+        change(script)
+    source = make_model(make_config(family))
+    try:
+        mesh = script.build_mesh("cpu", dp=dp, cp=cp, tp=tp)
+        model = script.build_model(source.config, mesh, "cpu", torch.float32, seq_len=SEQ_LEN)
+        script.load_weights(model, cpu, lambda: source, family, None)
+        optimizer = RecordingSGD(model.parameters(), lr=LEARNING_RATE)
+        losses, norms = [], []
+        for step, (inputs, labels) in enumerate(make_batches(STEPS, VOCABULARY, BATCH, SEQ_LEN)):
+            micro_batches = script.shard_batch(inputs, labels, mesh, 2, cpu)  # so with dp = 1 there are two
+            loss, norm = script.train_step(model, optimizer, micro_batches, mesh, 1e9)
+            if step == 0:
+                script.check_first_step(model, mesh)
+            losses.append(loss)
+            norms.append(norm)
+    except Refused as refusal:
+        return str(refusal)
+    named = zip([name for name, _ in model.named_parameters()], optimizer.first_grads)
+    grads = {name: grad.full_tensor() for name, grad in named if grad is not None}
+    return losses, norms, grads if torch.distributed.get_rank() == 0 else None
+
+
+@functools.cache
+def one_process(family):
+    torch.set_num_threads(2)
+    batches = make_batches(STEPS, VOCABULARY, BATCH, SEQ_LEN)
+    return reference.train(make_model(make_config(family)), batches, learning_rate=LEARNING_RATE, max_grad_norm=1e9)
+
+
+def compare(by_rank, truth):
+    """The verdict on what the ranks of a mesh have returned, and its reason."""
+    if isinstance(by_rank[0], str):
+        return REFUSED, by_rank[0]
+    losses, norms, grads = truth
+    mesh_losses, mesh_norms, mesh_grads = by_rank[0]
+    errors = {"loss": relative(mesh_losses, losses), "gradient norm": relative(mesh_norms, norms)}
+    largest = max(grad.abs().max().item() for grad in grads.values())
+    for name in grads.keys() | mesh_grads.keys():
+        truth, grad = (side.get(name, torch.zeros(())) for side in (grads, mesh_grads))
+        # some gradients are zero but for rounding, such as those of the biases of keys
+        scale = max(truth.abs().max().item(), 1e-2 * largest)
+        errors[f"gradient of {name}"] = (truth.double() - grad.double()).abs().max().item() / scale
+    worst = max(errors, key=lambda name: errors[name] if math.isfinite(errors[name]) else math.inf)
+    if any(result[:2] != by_rank[0][:2] for result in by_rank):
+        return DIFFERENT, "ranks have other losses than rank 0"
+    verdict = EQUAL if errors[worst] < TOLERANCE and math.isfinite(errors[worst]) else DIFFERENT
+    return verdict, f"{worst} is off by {errors[worst]:.1e}"
+
+
+def sweep(family, pool, meshes=MESHES, change=None, is_verbose=False):
+    """The verdict for each mesh, by its name; and under "family" why there is none, if a small model cannot be made."""
+    try:
+        truth = one_process(family)
+        if not all(map(math.isfinite, truth[0] + truth[1])):
+            raise ValueError("one process computes no finite loss")
+    except Exception as error:
+        return {"family": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+    verdicts = {}
+    for sizes in meshes:
+        try:
+            by_rank = pool.run(math.prod(sizes), train_on_mesh, family, sizes, change, timeout=120)
+            verdicts[str(sizes)] = compare(by_rank, truth)
+        except (AssertionError, TimeoutError) as error:
+            if is_verbose:
+                print(error)
+            verdicts[str(sizes)] = CRASHED, str(error).strip().splitlines()[-1][:300]
+    return verdicts
+
+
+def write_table(done, versions):
+    """tests/families.md: what became of each family in each mesh."""
+    counts = {mesh: [] for mesh in map(str, MESHES)}
+    lines = []
+    for name, entry in sorted(done.items()):
+        verdicts = entry["verdicts"]
+        if "family" in verdicts:
+            lines.append(f"| {name} | not built: {tidy(verdicts['family'])} | | | |")
+            continue
+        for mesh in counts:
+            counts[mesh].append(verdicts[mesh][0])
+        cells = [kind if kind == EQUAL else f"{kind}: {tidy(reason)}" for kind, reason in map(verdicts.get, counts)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    kinds = (EQUAL, REFUSED, DIFFERENT, CRASHED)
+    summary = [f"| {kind} | {' | '.join(str(column.count(kind)) for column in counts.values())} |" for kind in kinds]
+    title = "| | " + " | ".join("tp {}, dp {}, cp {}".format(*mesh) for mesh in MESHES) + " |"
+    TABLE.write_text(HEADER.format(**versions) + "\n".join([title, RULE, *summary, "", title, RULE, *lines]) + "\n")
+
+
+def tidy(reason):
+    return re.sub(r"[\s|]+", " ", reason).strip()[:160]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--family", nargs="*", help="only these, as config.json calls them (model_type)")
+    parser.add_argument("--mesh", type=json.loads, nargs="*", help="only these, such as [2,1,1] for tp 2")
+    parser.add_argument(
+        "--results", default=f"{tempfile.gettempdir()}/families.jsonl", help="what a sweep goes on from"
+    )
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+    pool, results = Pool(), args.results
+    versions = {package: version(package) for package in ("torch", "transformers")}
+    meshes, done = [tuple(mesh) for mesh in args.mesh or MESHES], {}
+    if not args.family and results.exists():
+        lines = [json.loads(line) for line in results.read_text().splitlines()]
+        done = {line["name"]: line for line in lines if line["versions"] == versions}
+    for family in args.family or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if family in done:
+            continue
+        started = time.perf_counter()
+        verdicts = sweep(
+            family, pool, [tuple(mesh) for mesh in args.mesh] if args.mesh else MESHES, is_verbose=bool(args.family)
+        )
+        one_process.cache_clear()
+        entry = {"name": family, "versions": versions, "verdicts": verdicts}
+        for mesh, verdict in verdicts.items():
+            print(f"{family:20} {mesh:10} {verdict if mesh == 'family' else ': '.join(verdict)}", flush=True)
+        print(f"{family:20} {time.perf_counter() - started:.1f} s", flush=True)
+        if not args.family:
+            done[family] = entry
+            with results.open("a") as file:
+                print(json.dumps(entry), file=file)
+    if not args.family:
+        write_table(done, versions)
+
+
+if __name__ == "__main__":
+    main()
