@@ -66,7 +66,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, parallel
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.optim import Optimizer
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -397,84 +397,43 @@ def is_experts(module: nn.Module) -> bool:
     return any(p.ndim == 3 for p in stacked) and len(inspect.signature(module.forward).parameters) == 3
 
 
-def plan_block(block: nn.Module, own_plan: dict[str, str], hidden_size: int) -> dict[str, str]:
+def plan_block(block: nn.Module, own_plan: dict[str, str | None], hidden_size: int, num_heads: int) -> dict[str, str]:
     """The style in which tp splits each module of a block; empty where every rank has to run the whole block.
 
-    `own_plan` is the model's plan for it, by the names of modules. What that leaves out is split by name, if it is an
-    ordinary block. Each rank then computes one part of a sum, the block's output. So what a block adds to its output
-    must be split, or every rank would add it: where that cannot be told from its modules, the block is run whole.
+    `own_plan` has the styles of the model's plan, by the names of modules. What it leaves out is split by name, if it
+    is an ordinary block. Each rank then computes one part of a sum, the block's output. So what a block adds to its
+    output must be split, or every rank would add it: where that cannot be told from its modules, the block runs whole.
     """
     leaves = {name: module for name, module in block.named_modules() if list(module.parameters(False))}
-    planned = {name.rpartition(".")[0] for name in leaves if name in own_plan}
-    styles, is_mixed = {}, False
+    planned = {name.rpartition(".")[0] for name in leaves if "wise" in (own_plan.get(name) or "")}
+    styles: dict[str, str] = {}
     for name, leaf in leaves.items():
         parent, _, last = name.rpartition(".")
         if is_experts(leaf):
             styles[name] = "experts"
-        elif name in own_plan:
+        elif "wise" in (own_plan.get(name) or ""):
             styles[name] = own_plan[name]
         elif isinstance(leaf, nn.Linear) and parent not in planned:
             styles.update((name, style) for style, names in STYLES_BY_NAME.items() if last in names.split())
+    kinds, sums = set(styles.values()), [name for name, style in styles.items() if "col" not in style]
+    is_split = "experts" in kinds or (any("colwise" in kind for kind in kinds) and len(sums) > 0)
+    if not is_split or not kinds <= {*GATHERED, *GATHERED.values(), "experts"}:
+        return {}
+    if any(isinstance(module, nn.ModuleList) for module in block.modules()):  # a module for each head, say
+        return {}
     widths = {leaves[name].out_features for name, style in styles.items() if style == "colwise"}
     for name in leaves.keys() - styles.keys():
         shapes = [tuple(parameter.shape) for parameter in leaves[name].parameters(False)]
-        if any(len(shape) > 2 for shape in shapes):  # a convolution, say
+        is_added = isinstance(leaves[name], nn.Linear) and leaves[name].out_features == hidden_size
+        is_after = len(sums) > 1 and (hidden_size,) in shapes  # a norm of the sum, perhaps
+        is_direct = name == "" and "experts" not in kinds and not planned and set(shapes) != {(num_heads,)}
+        if is_added or is_after or is_direct or any(len(shape) > 2 for shape in shapes):  # the last: a convolution, say
             return {}
-        if isinstance(leaves[name], nn.Linear) and leaves[name].out_features == hidden_size:
-            return {}
-        is_mixed |= any(len(shape) == 1 and shape[0] in widths for shape in shapes)  # a norm over all heads at once
-    kinds = set(styles.values())
-    if is_mixed or kinds & set(GATHERED.values()):
-        styles = {name: GATHERED.get(style, style) for name, style in styles.items()}
-    is_split = "experts" in kinds or (any("colwise" in kind for kind in kinds) and any("row" in kind for kind in kinds))
-    has_list = any(isinstance(module, nn.ModuleList) for module in block.modules())  # a module for each head, say
-    return styles if is_split and not has_list and kinds <= {*GATHERED, *GATHERED.values(), "experts"} else {}
-
-
-def plan_tensor_parallel(model: PreTrainedModel, tp: int) -> dict[str, dict[str, str]]:
-    """The blocks of all decoder layers by name, each with the styles of its modules; see `plan_block`.
-
-    A block is a child of a layer that mixes tokens or widens them: attention, MLP, experts. The rest are norms and the
-    like, which treat each token alone. A model that tp cannot split is refused; the sizes of tp that work are named.
-    """
-    config, names = model.config.get_text_config(), {module: name for name, module in model.named_modules()}
-    family, head, embedding = config.model_type, model.get_output_embeddings(), model.get_input_embeddings()
-    if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
-        fail(f"{family} has no plain embedding and output head to split; tp_size 1 would work")
-    star = {name: model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in names.values()}
-    plan, sizes = {}, {}
-    for layer in find_decoder_layers(model):
-        children = [list(c) if isinstance(c, nn.ModuleList) else [c] for c in layer.children() if list(c.parameters())]
-        for block in (child for part in children for child in part):
-            name = names[block]
-            is_alone = isinstance(block, nn.Linear) or all(p.ndim < 2 for p in block.parameters())
-            if is_alone or "norm" in name.removeprefix(names[layer]):
-                continue
-            inner = {inner: star[f"{name}.{inner}"] for inner, _ in block.named_modules() if inner}
-            own_plan = {inner: style for inner, style in inner.items() if "wise" in (style or "")}
-            styles = plan[name] = plan_block(block, own_plan, embedding.embedding_dim)
-            if "colwise" in styles.values() and "att" in name.removeprefix(names[layer]):
-                sizes["attention heads"] = config.num_attention_heads
-                sizes["key/value heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-            for inner, style in styles.items():
-                module, what = block.get_submodule(inner), inner.rsplit(".", 1)[-1]
-                if style == "experts":
-                    sizes[what] = module.num_experts
-                elif "colwise" in style:
-                    sizes[f"outputs of {what}"] = module.out_features
-                else:
-                    sizes[f"inputs of {what}"] = module.in_features
-    if not any(plan.values()):
-        fail(f"{family} has no tensor-parallel plan for its layers in Transformers; tp_size 1 would work")
-    if noisy := [name for name, value in config.to_dict().items() if "jitter" in name and value]:
-        fail(f"the routers of {family} have {noisy[0]}, and would differ between tp ranks; tp_size 1 would work")
-    if head.bias is not None:
-        sizes["biases of the output head"] = head.out_features
-    if bad := " and ".join(f"{size} {what}" for what, size in sizes.items() if size % tp):
-        common = math.gcd(*sizes.values())
-        works = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-        fail(f"tp_size {tp} does not divide the {bad} of this {family}; tp_size {works} would work")
-    return plan
+        if any(len(shape) == 1 and shape[0] in widths for shape in shapes):  # a norm over all heads at once
+            kinds |= {*GATHERED.values()}
+    return (
+        {name: GATHERED.get(style, style) for name, style in styles.items()} if kinds & {*GATHERED.values()} else styles
+    )
 
 
 def redistribute(tensor: Tensor, tp_mesh: DeviceMesh, here: Any, there: Any) -> Tensor:
@@ -483,58 +442,43 @@ def redistribute(tensor: Tensor, tp_mesh: DeviceMesh, here: Any, there: Any) -> 
     return placed.to_local(grad_placements=[Partial() if there.is_replicate() else there])
 
 
-def split_module(module: nn.Module, style: str | None, tp_mesh: DeviceMesh, num_heads: int | None = None) -> None:
-    """Cut a module's parameters over tp, and let its forward find this rank's plain part of each under its name.
+def cut_parameters(
+    module: nn.Module, parts: dict[str, nn.Module], styles: dict[str, str], tp_mesh: DeviceMesh, num_heads: int = 0
+) -> None:
+    """Cut the parameters of a module's parts over tp; while it runs, they find plain tensors under these names.
 
     What is not cut is the same on all ranks, but each has computed only a part of its gradient, that of its columns or
     its tokens: a partial DTensor, which FSDP adds up over tp before its own reduce-scatter.
     """
-    tp, tp_rank, is_row = tp_mesh.size(), tp_mesh.get_local_rank(), style in ("rowwise", "rowwise_split_input")
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        is_first = parameter.shape == (num_heads,) or (style is not None and not is_row)
-        placement = Shard(0) if is_first else Shard(1) if is_row and name == "weight" else Replicate()
-        cut = distribute_tensor(parameter, tp_mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+    tp, places = tp_mesh.size(), []
+    for part, owner in parts.items():
+        is_row = "row" in styles.get(part, "")
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            is_first = (part in styles and not is_row) or (owner is module and parameter.shape == (num_heads,))
+            placement = Shard(0) if is_first else Shard(1) if is_row and name == "weight" else Replicate()
+            cut = distribute_tensor(parameter, tp_mesh, [placement], src_data_rank=None)
+            owner.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+            grad = Partial() if placement.is_replicate() else placement
+            places.append((owner, name, grad, tp if is_row and name == "bias" else 1))
 
     def find_plain(module: nn.Module, args: tuple) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            plain = parameter.to_local(
-                grad_placements=[Partial() if p.is_replicate() else p for p in parameter.placements]
-            )
-            # each rank of a sum adds its tp-th of the bias. Not by setattr, which takes no plain tensor
-            module.__dict__[name] = plain / tp if is_row and name == "bias" else plain
+        for owner, name, grad, share in places:
+            plain = getattr(owner, name).to_local(grad_placements=[grad])
+            # each rank of a sum adds its share of the bias; in __dict__, because setattr takes no plain tensor
+            owner.__dict__[name] = plain if share == 1 else plain / share
 
     def find_parameters(module: nn.Module, args: tuple, output: Any) -> None:
-        for name, _ in module.named_parameters(recurse=False):
-            module.__dict__.pop(name, None)
-
-    def keep_own(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        def own(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.is_floating_point():
-                return value
-            value = value - tp_rank * module.num_experts
-            return torch.where((value >= 0) & (value < module.num_experts), value, module.num_experts)  # the last: none
-
-        return tuple(own(value) for value in args), {name: own(value) for name, value in kwargs.items()}
+        for owner, name, _, _ in places:
+            owner.__dict__.pop(name, None)
 
     module.register_forward_pre_hook(find_plain)
     module.register_forward_hook(find_parameters, always_call=True)
-    if style == "colwise_gather_output":
-        module.register_forward_hook(lambda module, args, out: redistribute(out, tp_mesh, Shard(-1), Replicate()))
-    elif style == "rowwise_split_input":
-        module.register_forward_pre_hook(lambda module, args: args[0].chunk(tp, -1)[tp_rank])
-    elif style == "experts":
-        module.num_experts //= tp
-        module._is_expert_parallel = True  # private: what tells Transformers that some tokens take none of these
-        module.register_forward_pre_hook(keep_own, with_kwargs=True)
 
 
 def split_block(block: nn.Module, styles: dict[str, str], num_heads: int, tp_mesh: DeviceMesh) -> None:
-    """Cut a block's modules. It takes and returns (B, S/tp, H), and works on (B, S, H) in between."""
-    by_heads, tp, tp_rank = "colwise" in styles.values(), tp_mesh.size(), tp_mesh.get_local_rank()
-    for name, module in block.named_modules():
-        has_heads = module is block and by_heads and "experts" not in styles.values()
-        split_module(module, styles.get(name), tp_mesh, num_heads if has_heads else None)
+    """Split a block over tp. It takes and returns (B, S/tp, H), and works on (B, S, H) in between."""
+    tp, tp_rank = tp_mesh.size(), tp_mesh.get_local_rank()
+    by_heads = "colwise" in styles.values() and "experts" not in styles.values()
     for name in ("num_heads", "num_key_value_heads"):  # some families cut their projections by these
         if by_heads and isinstance(getattr(block, name, None), int):
             setattr(block, name, getattr(block, name) // tp)
@@ -551,48 +495,96 @@ def split_block(block: nn.Module, styles: dict[str, str], num_heads: int, tp_mes
         own = own.contiguous().flatten(0, 3 - hidden.ndim)
         return (own, *output[1:]) if isinstance(output, tuple) else own
 
+    def choose_experts(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        def own(value: Any) -> Any:  # this rank's experts from 0 on, and for all others the number after the last
+            if not isinstance(value, Tensor) or value.is_floating_point():
+                return value
+            value = value - tp_rank * module.num_experts
+            return torch.where((value >= 0) & (value < module.num_experts), value, module.num_experts)
+
+        return tuple(own(value) for value in args), {name: own(value) for name, value in kwargs.items()}
+
+    cut_parameters(block, dict(block.named_modules()), styles, tp_mesh, num_heads if by_heads else 0)
     block.register_forward_pre_hook(gather, with_kwargs=True)
-    last = [name for name, style in styles.items() if "row" in style]
-    is_one = len(last) == 1 and "experts" not in styles.values()  # then what follows it, say dropout, is on own tokens
-    place = block.get_submodule(last[0]) if is_one else block
+    for name, style in styles.items():
+        module = block.get_submodule(name)
+        if style == "colwise_gather_output":
+            module.register_forward_hook(lambda module, args, out: redistribute(out, tp_mesh, Shard(-1), Replicate()))
+        elif style == "rowwise_split_input":
+            module.register_forward_pre_hook(lambda module, args: args[0].chunk(tp, -1)[tp_rank])
+        elif style == "experts":
+            module.num_experts //= tp
+            module._is_expert_parallel = True  # private: what tells Transformers that some tokens take none of these
+            module.register_forward_pre_hook(choose_experts, with_kwargs=True)
+    sums = [name for name, style in styles.items() if "col" not in style]
+    # of one sum each rank takes its tokens at once, so that what follows it, dropout say, is on these
+    place = block.get_submodule(sums[0]) if len(sums) == 1 and "experts" not in styles.values() else block
     place.register_forward_hook(scatter, with_kwargs=True)
 
 
 def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
     """Split the model's matrices over tp, and the sequence between its blocks.
 
-    Between blocks each rank holds (B, S/tp, H): sequence parallelism, Korthikanti et al., arXiv 2205.05198. A block
-    gathers the sequence once, its last projection reduces and scatters it again. The logits stay split over the
-    vocabulary, as a DTensor for `loss_parallel`. Afterwards every parameter is a DTensor on `tp_mesh`.
+    Between blocks each rank holds (B, S/tp, H): sequence parallelism, Korthikanti et al., arXiv 2205.05198. A block is
+    a child of a layer that mixes tokens or widens them: attention, MLP, experts. It gathers the sequence once, its
+    last projection reduces and scatters it again. The logits stay split over the vocabulary, as a DTensor for
+    `loss_parallel`. Afterwards every parameter is a DTensor on `tp_mesh`. A model that tp cannot split is refused.
     """
-    plan, config = plan_tensor_parallel(model, tp_mesh.size()), model.config.get_text_config()
-    embedding, head, tp_rank = model.get_input_embeddings(), model.get_output_embeddings(), tp_mesh.get_local_rank()
+    tp, config, names = tp_mesh.size(), model.config.get_text_config(), {m: n for n, m in model.named_modules()}
+    family, head, embedding = config.model_type, model.get_output_embeddings(), model.get_input_embeddings()
+    if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
+        fail(f"{family} has no plain embedding and output head to split; tp_size 1 would work")
+    if noisy := [name for name, value in config.to_dict().items() if "jitter" in name and value]:
+        fail(f"the routers of {family} have {noisy[0]}, and would differ between tp ranks; tp_size 1 would work")
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    ends = {
-        embedding: parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        head: parallel.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
-    }
-    for module, style in ends.items():
-        parallel.parallelize_module(module, tp_mesh, style)
-    cut = {*ends}
-    for name, styles in plan.items():
-        block = model.get_submodule(name)
-        split_block(block, styles, config.num_attention_heads, tp_mesh)
-        cut |= set(block.modules())
-    in_layers = {module for layer in find_decoder_layers(model) for module in layer.modules()}
-    for module in set(model.modules()) - cut:
+    style = parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    parallel.parallelize_module(embedding, tp_mesh, style)
+    style = parallel.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+    parallel.parallelize_module(head, tp_mesh, style)
+
+    sizes = {} if head.bias is None else {"biases of the output head": head.out_features}  # what tp must divide
+    done, is_split, layers = {embedding, head}, False, find_decoder_layers(model)
+    for layer in layers:
+        parts = [list(child) if isinstance(child, nn.ModuleList) else [child] for child in layer.children()]
+        for block in (block for part in parts for block in part):
+            name = names[block].removeprefix(names[layer])
+            if "norm" in name or isinstance(block, nn.Linear) or all(p.ndim < 2 for p in block.parameters()):
+                continue  # it treats each token alone
+            stars = {inner: re.sub(r"\.\d+(?=\.|$)", ".*", names[module]) for inner, module in block.named_modules()}
+            own_plan = {inner: model.tp_plan.get(star) for inner, star in stars.items()}
+            styles = plan_block(block, own_plan, embedding.embedding_dim, config.num_attention_heads)
+            for inner, style in styles.items():
+                module, what = block.get_submodule(inner), inner.rsplit(".", 1)[-1]
+                if style == "experts":
+                    sizes[what] = module.num_experts
+                elif "colwise" in style:
+                    sizes[f"outputs of {what}"] = module.out_features
+                else:
+                    sizes[f"inputs of {what}"] = module.in_features
+            if "colwise" in styles.values() and "att" in name:
+                sizes["attention heads"] = config.num_attention_heads
+                sizes["key/value heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            split_block(block, styles, config.num_attention_heads, tp_mesh)
+            done, is_split = done | set(block.modules()), is_split or bool(styles)
+    if not is_split:
+        fail(f"{family} has no tensor-parallel plan for its layers; tp_size 1 would work")
+    if bad := " and ".join(f"{size} {what}" for what, size in sizes.items() if size % tp):
+        common = math.gcd(*sizes.values())
+        works = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        fail(f"tp_size {tp} does not divide the {bad} of this {family}; tp_size {works} would work")
+
+    in_layers = {module for layer in layers for module in layer.modules()}
+    for module in [module for module in model.modules() if module not in done]:
         is_table = isinstance(module, nn.Embedding)  # of positions, which are not cut
         if module in in_layers or is_table or all(p.ndim < 2 for p in module.parameters(False)):
-            split_module(module, None, tp_mesh)  # norms and the like, each rank on its own tokens
+            cut_parameters(module, {"": module}, {}, tp_mesh)  # norms and the like, each rank on its own tokens
         if is_table:
-            module.register_forward_hook(
-                lambda module, args, output: output.chunk(tp_mesh.size(), 1)[tp_rank].contiguous()
-            )
+            module.register_forward_hook(lambda module, args, out: out.chunk(tp, 1)[tp_mesh.get_local_rank()])
     model.tie_weights()  # embedding and head were cut one by one
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable[name])
         if not isinstance(parameter, DTensor):
-            fail(f"no tensor-parallel rule covers {name} of {config.model_type}; tp_size 1 would work")
+            fail(f"no tensor-parallel rule covers {name} of {family}; tp_size 1 would work")
 
 
 def shard_dim(parameter: nn.Parameter, tp_size: int, fsdp_size: int) -> Shard | None:
@@ -721,12 +713,10 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None) -> tuple[Callable, Ca
     cp_rank, cp_size = (cp_mesh.get_local_rank(), cp_mesh.size()) if cp_mesh is not None else (0, 1)
 
     def describe_mask(mask_function: Callable, local_size: int | None = None, **kwargs) -> tuple[Callable, int | None]:
-        if kwargs["attention_mask"] is None:
-            raise ValueError(
-                "call the model with an attention_mask of ones, or positions of a shard look like documents"
-            )
+        if kwargs["attention_mask"] is None:  # Transformers would take the positions of a shard for packed documents
+            raise ValueError("attention to which it does not hand on the attention_mask (of ones) that it is given")
         if "allow_is_bidirectional_skip" in kwargs or kwargs.get("use_vmap"):
-            raise NotImplementedError("a mask that is not causal")
+            raise ValueError("a mask that is not causal")
         return mask_function, local_size
 
     def attention(
@@ -737,19 +727,18 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None) -> tuple[Callable, Ca
         attention_mask: tuple[Callable, int | None],
         scaling: float | None = None,
         dropout: float = 0.0,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,  # (heads,)
         **kwargs,
     ) -> tuple[Tensor, None]:
         attention.callers.add(module)
         if not isinstance(attention_mask, tuple) or not getattr(module, "is_causal", True):
-            raise NotImplementedError("attention that is not causal, or has a mask of its own")
-        if more := [name for name, value in kwargs.items() if isinstance(value, Tensor) and name != "position_ids"]:
-            raise NotImplementedError(f"attention with {', '.join(more)}")
+            raise ValueError("attention that is not causal, or has a mask of its own")
+        others = {name for name, value in kwargs.items() if isinstance(value, Tensor)} - {"position_ids", "s_aux"}
+        if others:
+            raise ValueError(f"attention with {', '.join(sorted(others))}")
         (can_see, local_size), seq_len = attention_mask, query.shape[2] * cp_size
         is_plain = can_see is causal_mask_function or (local_size or 0) >= seq_len
-        is_plain &= attention.positions is None and softcap is None and s_aux is None
-        key_value = torch.cat([key, value], dim=-1)  # (B, kv heads, S, both D), from here on
+        is_plain &= all(kwargs.get(name) is None for name in ("softcap", "s_aux")) and attention.positions is None
+        key_value = torch.cat([key, value], dim=-1)  # (B, kv heads, S/cp, both D)
         key_value = gather_sequence_shards(key_value, cp_mesh, dim=2) if cp_size > 1 else key_value
         chunks = (cp_rank, 2 * cp_size - 1 - cp_rank) if cp_size > 1 else (0,)
         length, outputs = query.shape[2] // len(chunks), []
@@ -759,27 +748,33 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None) -> tuple[Callable, Ca
             k, v = key_value[:, :, first:end].split([key.shape[-1], value.shape[-1]], dim=-1)
             if is_plain:
                 options = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1], "dropout_p": dropout}
-                outputs.append(F.scaled_dot_product_attention(q, k, v, causal_lower_right(length, end), **options))
-            else:
-                is_sparse, ranges = q.is_cuda and not dropout, ((begin, end), (first, end))
-                mask = build_mask(can_see, attention.positions, *ranges, q.device, is_sparse)
-                outputs.append(masked_attention(q, k, v, mask, scaling, dropout, softcap, s_aux))
-        return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None  # (B, S/cp, heads, D)
+                output = F.scaled_dot_product_attention(q, k, v, causal_lower_right(length, end), **options)
+                outputs.append(output.transpose(1, 2))
+                continue
+            # masks, caps and sinks as Transformers has them: FlexAttention, which never has the whole mask in memory,
+            # or the family's own eager attention; that is on the CPU, and for dropout
+            is_sparse = q.is_cuda and not dropout
+            options = (q.device, None if is_sparse else q.dtype)
+            mask = build_mask(can_see, attention.positions, (begin, end), (first, end), *options)
+            eager = sys.modules[type(module).__module__].eager_attention_forward
+            forward = transformers.AttentionInterface()["flex_attention"] if is_sparse else eager
+            outputs.append(forward(module, q, k, v, mask, scaling=scaling, dropout=dropout, **kwargs)[0])
+        return torch.cat(outputs, dim=1), None  # (B, S/cp, heads, D)
 
     attention.callers, attention.positions = set(), None
     return attention, describe_mask
 
 
-@functools.lru_cache(maxsize=16)  # the layers of a forward share their masks
+@functools.lru_cache(maxsize=16)  # the layers of a forward share it
 def build_mask(
     can_see: Callable,
     positions: Tensor | None,
     queries: tuple[int, int],
     keys: tuple[int, int],
     device: torch.device,
-    is_sparse: bool,
+    dtype: torch.dtype | None,
 ) -> Tensor | BlockMask:
-    """Which keys each query can see, for ranges of both: (1 or B, 1, Q, K) bools, or FlexAttention's block mask."""
+    """What ranges of queries see of ranges of keys: (1 or B, 1, Q, K), 0 or lowest; without dtype a block mask."""
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         q, k = q + queries[0], k + keys[0]
@@ -788,38 +783,12 @@ def build_mask(
         q_place, k_place = positions[b, q], positions[b, k]
         return can_see(b, h, q_place, k_place) & (q - q_place == k - k_place)  # both documents begin at one token
 
-    batch, num_q, num_k = 1 if positions is None else len(positions), queries[1] - queries[0], keys[1] - keys[0]
-    if is_sparse:
-        # compiled, so that no Q x K mask is in memory in between
-        return torch.compile(create_block_mask)(visible, batch if batch > 1 else None, None, num_q, num_k, device)
-    sizes = (batch, 1, num_q, num_k)
+    sizes = (1 if positions is None else len(positions), 1, queries[1] - queries[0], keys[1] - keys[0])
+    if dtype is None:  # compiled, so that no Q x K mask is in memory in between
+        return torch.compile(create_block_mask)(visible, sizes[0], None, *sizes[2:], device)
     shapes = [[-1 if i == dim else 1 for i in range(4)] for dim in range(4)]
-    index = [torch.arange(size, device=device).view(shape) for size, shape in zip(sizes, shapes)]
-    return visible(*index).expand(sizes)
-
-
-def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask, scale: float, dropout: float, softcap: Any, sinks: Any
-) -> Tensor:
-    """Attention with what no plain kernel has: any mask, soft-capped scores, and sinks (heads,), to which a head can
-    give a part of its attention, as to a key without a value. q is (B, heads, Q, D), k and v are (B, kv heads, K, D).
-    """
-    if isinstance(mask, BlockMask):
-        cap = (lambda score, *where: softcap * torch.tanh(score / softcap)) if softcap is not None else None
-        options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1], "return_aux": AuxRequest(lse=True)}
-        output, aux = torch.compile(flex_attention)(q, k, v, cap, mask, **options)
-        return output if sinks is None else output * torch.sigmoid(aux.lse - sinks[:, None])[..., None].to(output.dtype)
-    if softcap is None and sinks is None:
-        options = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1], "dropout_p": dropout}
-        return F.scaled_dot_product_attention(q, k, v, mask, **options)
-    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, -math.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
-    weights = F.dropout(scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype), dropout)
-    return weights[..., : k.shape[2]] @ v
+    mask = visible(*(torch.arange(n, device=device).view(shape) for n, shape in zip(sizes, shapes)))
+    return torch.zeros(sizes, device=device, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def check_attention(model: PreTrainedModel, attention: Callable, seq_len: int, cp: int, tp: int) -> None:
@@ -830,20 +799,23 @@ def check_attention(model: PreTrainedModel, attention: Callable, seq_len: int, c
         fail(f"--seq_len {seq_len} is longer than the {positions} positions of this {config.model_type}")
     if attention is None:
         return
-    layers = find_decoder_layers(model)
     if not model._can_set_attn_implementation():  # private, but nothing public tells whether a model has the interface
         reason = "attention that Transformers cannot replace"
     try:
         ids = torch.zeros((1, 8), dtype=torch.int64, device="meta")
         with torch.no_grad():
             model(input_ids=ids, position_ids=ids, attention_mask=ids + 1, use_cache=False)
-    except NotImplementedError as error:
-        reason = reason or str(error)
-    except Exception:
-        pass
-    else:
-        if cp > 1 and any(attention.callers.isdisjoint(layer.modules()) for layer in layers):
+        if cp > 1 and any(attention.callers.isdisjoint(layer.modules()) for layer in find_decoder_layers(model)):
             reason = reason or "layers that mix tokens by other means than attention"
+    except (AttributeError, IndexError, TypeError) as error:
+        reason = reason or f"a use of its own for the mask ({first_line(error, 80)})"
+    except ValueError as error:
+        reason = reason or first_line(error)
+    except RuntimeError:
+        pass  # not everything runs on meta, experts for one; what is left to see is seen in the first step
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    if any(table is not model.get_input_embeddings() and table.padding_idx is not None for table in tables):
+        reason = reason or "positions that depend on padding"
     if cp > 1:
         if any(isinstance(module, nn.Conv1d) for module in model.modules()):
             reason = reason or "convolutions along the sequence"
@@ -995,10 +967,10 @@ def shard_batch(
 def forward_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The sum of the cross entropy over labels that are not -100, in float32, and the logits of routers that are asked
     for, (tokens, experts) for each layer. Use it inside `loss_parallel`."""
-    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
-    if model.attention_function is not None:
-        # a mask of ones, else Transformers takes a shard's positions for those of packed documents
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs = {"input_ids": batch["input_ids"]}
+    if model.attention_function is not None:  # else it counts positions in its own way
+        # a mask of ones, or Transformers takes a shard's positions for those of packed documents
+        inputs |= {"position_ids": batch["position_ids"], "attention_mask": torch.ones_like(batch["input_ids"])}
         model.attention_function.positions = batch.get("document_positions")
     output = model(**inputs, use_cache=False)
     # (B, S, V); under tp a DTensor that is split over the vocabulary, and never gathered
@@ -1512,11 +1484,8 @@ def train_step(
             loss_sum += loss.detach()
             if counts is not None:
                 rows = len(router_logits) * replicas * sum(batch["labels"].numel() for batch in micro_batches)
-                extra = (
-                    model.config.get_text_config().router_aux_loss_coef
-                    * load_balancing_loss(router_logits, counts, rows)
-                    * num_labels
-                )
+                extra = load_balancing_loss(router_logits, counts, rows) * num_labels
+                extra *= getattr(config, "router_aux_loss_coef", None) or config.aux_loss_coef
                 loss_sum += extra.detach()
                 loss = loss + extra / tp  # as all of tp compute it, and their gradients are added up
             (loss * scale).backward()

@@ -63,6 +63,8 @@ SIZES = {
     **{"rotary_dim": 8, "chunk_size": 8, "mamba_chunk_size": 8, "mamba_d_state": 16},
 }
 PER_LAYER = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+ROPE_BY_KIND = {"full_attention": ROPE, "sliding_attention": ROPE}
 # what a family needs besides, because its own values would not fit together
 SPECIAL = {
     "cpmant": {"dim_model": 64, "dim_ff": 96, "dim_head": 16, "position_bias_max_distance": 64},
@@ -79,6 +81,10 @@ SPECIAL = {
     "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 48, "zero_expert_num": 2, "moe_topk": 2},
     "kimi_linear": {"num_experts_per_token": 2},
     "reformer": {"axial_pos_embds": False},
+    **dict.fromkeys(["flint", "deepseek_v4"], {"output_router_logits": False}),
+    "bailing_hybrid": {"num_experts": 8, "n_group": 2},
+    "cohere_compass_text": {"rope_parameters": ROPE_BY_KIND},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "zamba": {"layer_types": ["mamba", "hybrid"]},
     "zamba2": {"layer_types": ["mamba", "hybrid"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 12},
@@ -259,9 +265,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--family", nargs="*", help="only these, as config.json calls them (model_type)")
     parser.add_argument("--mesh", type=json.loads, nargs="*", help="only these, such as [2,1,1] for tp 2")
-    parser.add_argument(
-        "--results", default=f"{tempfile.gettempdir()}/families.jsonl", help="what a sweep goes on from"
-    )
+    results = Path(tempfile.gettempdir()) / "families.jsonl"
+    parser.add_argument("--results", type=Path, default=results, help="what a sweep that was stopped goes on from")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
@@ -275,9 +280,7 @@ def main():
         if family in done:
             continue
         started = time.perf_counter()
-        verdicts = sweep(
-            family, pool, [tuple(mesh) for mesh in args.mesh] if args.mesh else MESHES, is_verbose=bool(args.family)
-        )
+        verdicts = sweep(family, pool, meshes, is_verbose=bool(args.family))
         one_process.cache_clear()
         entry = {"name": family, "versions": versions, "verdicts": verdicts}
         for mesh, verdict in verdicts.items():
