@@ -342,7 +342,7 @@ def load_config_and_tokenizer(model_name: str) -> tuple[PreTrainedConfig, PreTra
 
 def read_full_model(source: str, config: PreTrainedConfig, is_random: bool, seed: int) -> PreTrainedModel:
     """The whole model on the CPU in float32, with trained or seeded random weights. Raises ValueError if some lack."""
-    config = copy.deepcopy(config)  # building a model writes its kind of attention into the config
+    config = copy.deepcopy(config)  # see build_model
     if is_random:
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
@@ -367,6 +367,25 @@ def copy_full_weights(model: nn.Module, tensors: dict[str, Tensor], device: torc
             # src_data_rank=None: each rank cuts its own shard, nothing more is sent
             full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
         target.copy_(full)
+
+
+def check_family(family: str, sizes: dict[str, int]) -> None:
+    """Refuse a family that tests/families.md has as different in such a mesh, warn if it is not equal there."""
+    table, verdicts = Path(__file__).with_name("tests") / "families.md", []
+    if get_rank() == 0 and table.exists():
+        columns = [{"tp": 2, "dp": 3, "cp": 4}[axis] for axis, size in sizes.items() if size > 1]
+        rows = [
+            re.split(r" *\| *", line) for line in table.read_text().splitlines() if line.startswith(f"| {family} |")
+        ]
+        verdicts = [row[column] for row in rows for column in (columns if len(columns) < 3 else [*columns, 5])]
+    verdicts = gather_objects(verdicts)[0]
+    if any(verdict.startswith("different") for verdict in verdicts):
+        fail(f"{family} is known to compute another run in this mesh ({max(verdicts)}); see tests/families.md")
+    if get_rank() == 0 and max(sizes.values()) > 1 and not (verdicts and set(verdicts) == {"equal"}):
+        command = f"python tests/benchmarks/families.py --family {family}"
+        print(
+            f"{family} is not known to compute the same run in this mesh; to see whether it does: {command}", flush=True
+        )
 
 
 # ---- 4 plans: tensor parallel, then FSDP -----------------------------------------------------------------------------
@@ -640,7 +659,8 @@ def build_model(
         transformers.AttentionInterface.register(name, attention)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=name).train()
+            own = copy.deepcopy(config)  # building a model writes its kind of attention into the config
+            model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, attn_implementation=name).train()
     except (ValueError, KeyError) as error:
         fail(f"{config.model_type} cannot run {name} attention, cp and tp 1 would work: {first_line(error, 80)}")
     check_attention(model, attention, seq_len, cp, tp)
@@ -1515,16 +1535,16 @@ def check_first_step(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, tokens: np.ndarray, held_out: range, args: Config, mesh: DeviceMesh | None, device: torch.device
+    model: nn.Module, tokens: np.ndarray, held_out: range, args: Config, shard: Callable, mesh: DeviceMesh | None
 ) -> float:
-    """The mean loss over all labels of the held-out sequences, the same on all ranks and in all meshes."""
+    """The mean cross entropy over all labels of the held-out sequences, the same on all ranks and in all meshes."""
     model.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=device)  # loss, labels
+    totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)  # loss, labels
     for start in range(0, len(held_out), args.global_batch_size):
         indices = [held_out[min(start + i, len(held_out) - 1)] for i in range(args.global_batch_size)]
         inputs, labels = read_sequences(tokens, indices, args.seq_len)
         labels[len(held_out) - start :] = -100  # the last batch is filled up with rows that have no labels
-        for batch in shard_batch(inputs, labels, mesh, args.micro_batch_size, device):
+        for batch in shard(inputs, labels):
             with parallel.loss_parallel():
                 loss, _ = forward_loss(model, batch)
             totals += torch.stack([loss.double(), (batch["labels"] != -100).sum().double()])
@@ -1583,7 +1603,7 @@ def train(
     held_out: range,
     args: Config,
     mesh: DeviceMesh | None,
-    device: torch.device,
+    shard: Callable,
     train_state: dict[str, Any],
     save: Callable[..., Future],
 ) -> Path | None:
@@ -1601,7 +1621,7 @@ def train(
         started = time.perf_counter()
         indices = sequences_of_step(num_sequences, args.seed, step - 1, args.global_batch_size)
         inputs, labels = read_sequences(tokens, indices, args.seq_len)
-        micro_batches = shard_batch(inputs, labels, mesh, args.micro_batch_size, device)
+        micro_batches = shard(inputs, labels)
         lr = learning_rate_of_step(step - 1, args.learning_rate, args.warmup_steps, args.num_train_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -1616,7 +1636,7 @@ def train(
         entry = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": train_state["tokens"]}
         entry |= {"tokens_per_second": inputs.numel() / (time.perf_counter() - started), "run": train_state["run"]}
         if args.eval_every and step % args.eval_every == 0:
-            entry["eval_loss"] = evaluate(model, tokens, held_out, args, mesh, device)
+            entry["eval_loss"] = evaluate(model, tokens, held_out, args, shard, mesh)
         if is_main:
             with contextlib.suppress(OSError):  # a full disk ends the run at the next save, if it is still full then
                 print(json.dumps(entry), file=metrics, flush=True)
@@ -1675,7 +1695,9 @@ def main(argv: list[str]) -> None:
     mesh = build_mesh(device.type, **sizes, timeout_s=args.timeout) if dist.is_initialized() else None
     _lock = open_output_dir(output_dir)  # held as long as this process lives
     path, origin = begin_run(args.resume, output_dir, args.verify_checksums)
-    data = {key: getattr(args, key) for key in ("dataset_name", "seq_len", "global_batch_size", "seed")}
+    data = {
+        key: getattr(args, key) for key in ("dataset_name", "seq_len", "global_batch_size", "document_mask", "seed")
+    }
     train_state = {**sizes, **data, **{key: origin[key] for key in ("run", "step", "tokens")}}
     if (changed := [key for key in data if origin.get(key, data[key]) != data[key]]) and get_rank() == 0:
         print(f"the steps to come see other data than an unbroken run: {', '.join(changed)} changed", flush=True)
@@ -1694,7 +1716,12 @@ def main(argv: list[str]) -> None:
             for key in ("model_type", "num_hidden_layers", "tie_word_embeddings"):  # these fit in silence, but wrongly
                 if (there := getattr(other, key, None)) != (here := getattr(config, key, None)):
                     raise ValueError(f"its {key} is {there}, that of --model_name {args.model_name} {here}")
-    model = build_model(config, mesh, device.type, getattr(torch, args.dtype), seq_len=args.seq_len)
+    check_family(config.model_type, sizes)
+    document_end = tokenizer.eos_token_id if args.document_mask else None
+    if args.document_mask and document_end is None:
+        fail(f"--document_mask needs a token that ends a document, and the tokenizer of {args.model_name} has none")
+    options = {"seq_len": args.seq_len, "has_documents": args.document_mask}
+    model = build_model(config, mesh, device.type, getattr(torch, args.dtype), **options)
 
     # 6: data; 3: weights, from a checkpoint, a folder or the seed
     slow_group = host_group(timeout_s=2 * 86400)  # while one rank reads, downloads or tokenizes
@@ -1727,7 +1754,9 @@ def main(argv: list[str]) -> None:
         background = thread, stager, host_group(args.timeout)
     options = {"tokenizer": tokenizer, "keep_last": args.keep_last, "background": background}
     save = functools.partial(save_checkpoint, output_dir, model, optimizer, **options)
-    saved = train(model, optimizer, tokens, num_sequences, held_out, args, mesh, device, train_state, save)
+    options = {"micro_batch_size": args.micro_batch_size, "document_end": document_end, "device": device}
+    shard = functools.partial(shard_batch, mesh=mesh, **options)
+    saved = train(model, optimizer, tokens, num_sequences, held_out, args, mesh, shard, train_state, save)
     if dist.is_initialized():
         dist.destroy_process_group()
     else:
