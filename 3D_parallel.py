@@ -56,6 +56,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file  # comes with transformers
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
@@ -142,13 +143,11 @@ def parse_arguments(argv: list[str]) -> Config:
         args.dp_size = max(1, world_size // max(1, args.tp_size * args.cp_size))
     if args.learning_rate is None:
         args.learning_rate = 4e-3 if args.model_name == "tiny" else 5e-5
-    at_least_1 = "tp_size cp_size dp_size seq_len global_batch_size micro_batch_size num_train_steps timeout keep_last"
-    for name in at_least_1.split():
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            fail(f"--{name} {getattr(args, name)} must be at least 1")
-    for name in "learning_rate weight_decay warmup_steps max_grad_norm seed save_every eval_every".split():
-        if not 0 <= getattr(args, name) < 2**63:
-            fail(f"--{name} {getattr(args, name)} must be a number from 0 up, below 2**63")
+    from_1 = "tp_size cp_size dp_size seq_len global_batch_size micro_batch_size num_train_steps timeout keep_last"
+    from_0 = "learning_rate weight_decay warmup_steps max_grad_norm seed save_every eval_every"
+    for name, lowest in {**dict.fromkeys(from_1.split(), 1), **dict.fromkeys(from_0.split(), 0)}.items():
+        if (value := getattr(args, name)) is not None and not lowest <= value < 2**63:
+            fail(f"--{name} {value} must be at least {lowest}, and below 2**63")
     if args.max_grad_norm == 0:
         fail("--max_grad_norm 0 would erase every gradient; a large value such as 1e9 turns clipping off")
     if args.init_from is not None and args.from_scratch:
@@ -391,13 +390,13 @@ def check_family(family: str, sizes: dict[str, int]) -> None:
 # ---- 4 plans: tensor parallel, then FSDP -----------------------------------------------------------------------------
 
 
-def find_decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers, found by structure: what the outermost module lists hold, if it has matrices."""
+def find_decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers, found by structure: what the outermost module lists of the decoder hold, if it has parts."""
     lists: dict[str, nn.ModuleList] = {}
-    for name, module in model.named_modules():
+    for name, module in model.get_decoder().named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
             lists[name] = module
-    return [layer for layers in lists.values() for layer in layers if any(p.ndim > 1 for p in layer.parameters())]
+    return [layer for layers in lists.values() for layer in layers if any(True for _ in layer.children())]
 
 
 # how tp splits linear modules that a model's `tp_plan` leaves out, by what families call them; those that hold several
@@ -443,7 +442,9 @@ def plan_block(block: nn.Module, own_plan: dict[str, str | None], hidden_size: i
     widths = {leaves[name].out_features for name, style in styles.items() if style == "colwise"}
     for name in leaves.keys() - styles.keys():
         shapes = [tuple(parameter.shape) for parameter in leaves[name].parameters(False)]
-        is_added = isinstance(leaves[name], nn.Linear) and leaves[name].out_features == hidden_size
+        # of linear ones, routers and the first halves of latent attention are known to do the same on all ranks
+        is_linear = isinstance(leaves[name], nn.Linear) and "_a_proj" not in name
+        is_added = is_linear and ("experts" not in kinds or leaves[name].out_features == hidden_size)
         is_after = len(sums) > 1 and (hidden_size,) in shapes  # a norm of the sum, perhaps
         is_direct = name == "" and "experts" not in kinds and not planned and set(shapes) != {(num_heads,)}
         if is_added or is_after or is_direct or any(len(shape) > 2 for shape in shapes):  # the last: a convolution, say
@@ -563,6 +564,7 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
 
     sizes = {} if head.bias is None else {"biases of the output head": head.out_features}  # what tp must divide
     done, is_split, layers = {embedding, head}, False, find_decoder_layers(model)
+    num_heads = getattr(config, "num_attention_heads", 0)
     for layer in layers:
         parts = [list(child) if isinstance(child, nn.ModuleList) else [child] for child in layer.children()]
         for block in (block for part in parts for block in part):
@@ -571,7 +573,7 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
                 continue  # it treats each token alone
             stars = {inner: re.sub(r"\.\d+(?=\.|$)", ".*", names[module]) for inner, module in block.named_modules()}
             own_plan = {inner: model.tp_plan.get(star) for inner, star in stars.items()}
-            styles = plan_block(block, own_plan, embedding.embedding_dim, config.num_attention_heads)
+            styles = plan_block(block, own_plan, embedding.embedding_dim, num_heads)
             for inner, style in styles.items():
                 module, what = block.get_submodule(inner), inner.rsplit(".", 1)[-1]
                 if style == "experts":
@@ -581,9 +583,9 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
                 else:
                     sizes[f"inputs of {what}"] = module.in_features
             if "colwise" in styles.values() and "att" in name:
-                sizes["attention heads"] = config.num_attention_heads
-                sizes["key/value heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-            split_block(block, styles, config.num_attention_heads, tp_mesh)
+                sizes["attention heads"] = num_heads
+                sizes["key/value heads"] = getattr(config, "num_key_value_heads", None) or num_heads
+            split_block(block, styles, num_heads, tp_mesh)
             done, is_split = done | set(block.modules()), is_split or bool(styles)
     if not is_split:
         fail(f"{family} has no tensor-parallel plan for its layers; tp_size 1 would work")
@@ -635,7 +637,9 @@ def apply_fsdp(model: PreTrainedModel, fsdp_mesh: DeviceMesh, *, dtype: torch.dt
         # its forward ends where the backward begins: gathering it again would be wasted
         fully_shard(head, **options, reshard_after_forward=False)
     # the root's unit holds the embedding, and the head if it is tied to it: torch refuses one parameter in two units
+    own_module = type(model).__module__
     fully_shard(model, **options)
+    type(model).__module__ = own_module  # by it Transformers knows its own code, of which it fills all buffers
 
 
 def build_model(
@@ -652,25 +656,22 @@ def build_model(
     Where the sequence is cut, or has documents, it runs `context_parallel_attention`, its `.attention_function`.
     """
     cp, tp = (mesh["cp"].size(), mesh["tp"].size()) if mesh is not None else (1, 1)
-    attention, name = None, "context_parallel" if cp * tp > 1 or has_documents else None
-    if name:  # first one that works without other ranks, to ask the model for what it does
-        attention, describe_mask = context_parallel_attention(None)
-        AttentionMaskInterface.register(name, describe_mask)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and seq_len > positions > 0:
+        fail(f"--seq_len {seq_len} is longer than the {positions} positions of this {config.model_type}")
+    attention, name = None, None
+    if cp * tp > 1 or has_documents:
+        check_attention(config, seq_len, cp)
+        attention, _ = context_parallel_attention(mesh["cp"] if mesh is not None else None)
+        name = "context_parallel"
         transformers.AttentionInterface.register(name, attention)
-    try:
-        with torch.device("meta"):
-            own = copy.deepcopy(config)  # building a model writes its kind of attention into the config
-            model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, attn_implementation=name).train()
-    except (ValueError, KeyError) as error:
-        fail(f"{config.model_type} cannot run {name} attention, cp and tp 1 would work: {first_line(error, 80)}")
-    check_attention(model, attention, seq_len, cp, tp)
+    with torch.device("meta"):
+        own = copy.deepcopy(config)  # building a model writes its kind of attention into the config
+        model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, attn_implementation=name).train()
     if mesh is None and dtype != torch.float32:
         # with no FSDP to cast the weights of each layer, autocast casts them for each operator
         model.forward = torch.autocast(device, dtype)(model.forward)
     if mesh is not None:
-        if name:
-            attention, _ = context_parallel_attention(mesh["cp"])
-            transformers.AttentionInterface.register(name, attention)
         if tp > 1:
             apply_tensor_parallel(model, mesh["tp"])
         apply_fsdp(model, fsdp_axis(mesh), dtype=dtype, tp_size=tp)
@@ -735,8 +736,8 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None) -> tuple[Callable, Ca
     def describe_mask(mask_function: Callable, local_size: int | None = None, **kwargs) -> tuple[Callable, int | None]:
         if kwargs["attention_mask"] is None:  # Transformers would take the positions of a shard for packed documents
             raise ValueError("attention to which it does not hand on the attention_mask (of ones) that it is given")
-        if "allow_is_bidirectional_skip" in kwargs or kwargs.get("use_vmap"):
-            raise ValueError("a mask that is not causal")
+        if "allow_is_bidirectional_skip" in kwargs or not kwargs.get("allow_is_causal_skip", True):
+            raise ValueError("a mask that is not only causal")
         return mask_function, local_size
 
     def attention(
@@ -753,8 +754,8 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None) -> tuple[Callable, Ca
         if not isinstance(attention_mask, tuple) or not getattr(module, "is_causal", True):
             raise ValueError("attention that is not causal, or has a mask of its own")
         others = {name for name, value in kwargs.items() if isinstance(value, Tensor)} - {"position_ids", "s_aux"}
-        if others:
-            raise ValueError(f"attention with {', '.join(sorted(others))}")
+        if others or key.shape[2] != query.shape[2]:
+            raise ValueError(f"attention with {', '.join(others) or 'keys of another length than its queries'}")
         (can_see, local_size), seq_len = attention_mask, query.shape[2] * cp_size
         is_plain = can_see is causal_mask_function or (local_size or 0) >= seq_len
         is_plain &= all(kwargs.get(name) is None for name in ("softcap", "s_aux")) and attention.positions is None
@@ -811,41 +812,43 @@ def build_mask(
     return torch.zeros(sizes, device=device, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def check_attention(model: PreTrainedModel, attention: Callable, seq_len: int, cp: int, tp: int) -> None:
-    """Refuse a model on meta whose attention this one cannot stand for, by asking it; and too long a sequence."""
-    config, reason = model.config.get_text_config(), None
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and seq_len > positions:
-        fail(f"--seq_len {seq_len} is longer than the {positions} positions of this {config.model_type}")
-    if attention is None:
-        return
-    if not model._can_set_attn_implementation():  # private, but nothing public tells whether a model has the interface
-        reason = "attention that Transformers cannot replace"
+def check_attention(config: PreTrainedConfig, seq_len: int, cp: int) -> None:
+    """Refuse a model whose attention `context_parallel_attention` cannot stand for: it runs one on meta, and looks."""
+    attention, describe_mask = context_parallel_attention(None)
+    AttentionMaskInterface.register("context_parallel", describe_mask)
+    transformers.AttentionInterface.register("context_parallel", attention)
+    options = {"attn_implementation": "context_parallel", "experts_implementation": "batched_mm"}  # which runs on meta
+    ids, reason = torch.zeros((1, seq_len), dtype=torch.int64, device="meta"), None
     try:
-        ids = torch.zeros((1, 8), dtype=torch.int64, device="meta")
-        with torch.no_grad():
+        with torch.device("meta"), torch.no_grad():
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options).train()
+            if not model._can_set_attn_implementation():  # private, but nothing public tells whether it will be called
+                raise ValueError("attention that Transformers cannot replace")
+            tables = [
+                m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()
+            ]
+            if any(table.padding_idx is not None for table in tables):
+                raise ValueError("positions that depend on padding")
+            if cp > 1 and any(isinstance(module, nn.Conv1d) for module in model.modules()):
+                raise ValueError("convolutions along the sequence")
             model(input_ids=ids, position_ids=ids, attention_mask=ids + 1, use_cache=False)
-        if cp > 1 and any(attention.callers.isdisjoint(layer.modules()) for layer in find_decoder_layers(model)):
-            reason = reason or "layers that mix tokens by other means than attention"
-    except (AttributeError, IndexError, TypeError) as error:
-        reason = reason or f"a use of its own for the mask ({first_line(error, 80)})"
+            if cp > 1 and any(attention.callers.isdisjoint(layer.modules()) for layer in find_decoder_layers(model)):
+                raise ValueError("layers that mix tokens by other means than attention")
     except ValueError as error:
-        reason = reason or first_line(error)
+        reason = first_line(error)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        reason = f"attention with a mask of its own ({first_line(error, 80)})"
     except RuntimeError:
-        pass  # not everything runs on meta, experts for one; what is left to see is seen in the first step
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    if any(table is not model.get_input_embeddings() and table.padding_idx is not None for table in tables):
-        reason = reason or "positions that depend on padding"
-    if cp > 1:
-        if any(isinstance(module, nn.Conv1d) for module in model.modules()):
-            reason = reason or "convolutions along the sequence"
-        rope = getattr(config, "rope_parameters", None) or {}
-        original = rope.get("original_max_position_embeddings") or positions or 0
-        if rope.get("rope_type") in ("dynamic", "longrope") and seq_len > original:
-            # its frequencies depend on the largest position that a rank happens to hold
-            reason = f"{rope['rope_type']} rotary embeddings beyond {original} positions"
+        pass  # not everything runs on meta: what is left to see is seen in the first step
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or getattr(
+        config.get_text_config(), "max_position_embeddings", math.inf
+    )
+    if cp > 1 and rope.get("rope_type") in ("dynamic", "longrope") and seq_len > original:
+        # its frequencies depend on the largest position that a rank happens to hold
+        reason = f"{rope['rope_type']} rotary embeddings beyond {original} positions"
     if reason:
-        axis = f"cp_size {cp}" if cp > 1 else f"tp_size {tp}"
+        axis = f"cp_size {cp}" if cp > 1 else "tp_size above 1, or --document_mask,"
         fail(f"{config.model_type} has {reason}, which {axis} cannot express; cp and tp 1 would work")
 
 
@@ -1239,9 +1242,9 @@ def check_files(path: Path, manifest: dict[str, Any] | None, with_checksums: boo
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     for name in sorted(manifest["files"])[get_rank() :: ranks]:
         file, expected = path / name, manifest["files"][name]
+        if not file.is_file():
+            return f"{file} is missing"
         try:
-            if not file.is_file():
-                return f"{file} is missing"
             if (size := file.stat().st_size) != expected["size"]:
                 return f"{file} has {size} bytes instead of {expected['size']}"
             if with_checksums and checksum(file) != expected["sha256"]:
@@ -1414,15 +1417,8 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor], read: Callable[[st
 
 
 def export_checkpoint(path: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Turn a checkpoint of any mesh into a folder for `from_pretrained`. One process, one tensor at a time."""
-    reader = SafeReader(path)
-
-    def read(name: str, tensor: Tensor) -> Tensor:
-        state = {f"app.model.{name}": torch.empty_like(tensor, device="cpu")}  # DCP casts what it reads
-        dcp.load(state, storage_reader=reader, no_dist=True)
-        return state[f"app.model.{name}"]
-
-    temporary = folder.with_name(f".tmp_{folder.name}_{uuid.uuid4().hex[:8]}")
+    """Turn a checkpoint of any mesh into a folder for `from_pretrained`. One process, one file at a time in memory."""
+    reader, temporary = SafeReader(path), folder.with_name(f".tmp_{folder.name}_{uuid.uuid4().hex[:8]}")
     with on_all_ranks(f"{path} cannot be exported to {folder}"), contextlib.ExitStack() as at_end:
         at_end.callback(shutil.rmtree, temporary, ignore_errors=True)
         config = transformers.AutoConfig.from_pretrained(path)
@@ -1430,15 +1426,18 @@ def export_checkpoint(path: Path, folder: Path, dtype: torch.dtype) -> None:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         tied = tied_names(model)
         tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-        files = split_torch_state_dict_into_shards(tensors)
-        temporary.mkdir(parents=True)
+        file_size = max(2**25, *(tensor.nbytes for tensor in tensors.values()))
+        files = split_torch_state_dict_into_shards(tensors, max_shard_size=file_size)
+        not_ours = shutil.ignore_patterns("*.distcp", ".metadata", MANIFEST)  # but generation config and tokenizer
+        shutil.copytree(path, temporary, ignore=not_ours)
         for filename, names in files.filename_to_tensors.items():
-            write_safetensors(temporary / filename, {name: tensors[name] for name in names}, read)
+            state = {f"app.model.{name}": torch.empty_like(tensors[name], device="cpu") for name in names}
+            dcp.load(state, storage_reader=reader, no_dist=True)  # it casts what it reads
+            state = {name.removeprefix("app.model."): tensor for name, tensor in state.items()}
+            save_file(state, temporary / filename, metadata={"format": "pt"})
         if files.is_sharded:
             index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
             (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        not_ours = shutil.ignore_patterns("*.distcp", ".metadata", MANIFEST)  # but generation config and tokenizer
-        shutil.copytree(path, temporary, ignore=not_ours, dirs_exist_ok=True)
         config.dtype, config.architectures = dtype, [type(model).__name__]
         config.to_json_file(temporary / "config.json")
         os.rename(temporary, folder)

@@ -32,7 +32,7 @@ def test_exported_folder_is_the_model(pool, script, tmp_path, monkeypatch, sizes
     config = make_config(family, vocab=510 if sizes == (2, 2, 2) else 509, tied=tied)
     path = Path(pool.run(math.prod(sizes), save_in, sizes, str(tmp_path), config)[0])
     split = script.split_torch_state_dict_into_shards
-    monkeypatch.setattr(script, "split_torch_state_dict_into_shards", lambda s: split(s, max_shard_size="100KB"))
+    monkeypatch.setattr(script, "split_torch_state_dict_into_shards", lambda s, **_: split(s, max_shard_size="100KB"))
     for dtype in (torch.float32, torch.bfloat16):
         folder = tmp_path / str(dtype)
         script.export_checkpoint(path, folder, dtype)
@@ -89,7 +89,7 @@ def test_a_failing_export_leaves_nothing(pool, script, tmp_path, monkeypatch, ca
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(script, "write_safetensors", full)
+    monkeypatch.setattr(script, "save_file", full)
     with pytest.raises(SystemExit):
         script.export_checkpoint(path, tmp_path / "out", torch.float32)
     assert "cannot be exported to" in (printed := capsys.readouterr().err) and "No space left" in printed

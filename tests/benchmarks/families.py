@@ -49,7 +49,7 @@ SIZES = {
     **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4),
     **{"vocab_size": VOCABULARY, "pad_token_id": 60, "bos_token_id": 1, "eos_token_id": 2},
     **{"num_key_value_heads": 2, "head_dim": 16, "d_kv": 16, "sliding_window": 12, "attention_chunk_size": 12},
-    **{"moe_intermediate_size": 48, "shared_expert_intermediate_size": 40, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 48, "shared_expert_intermediate_size": 40, "num_experts_per_tok": 2, "moe_k": 2},
     **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     **{"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12},
     **{"output_router_logits": True, "router_aux_loss_coef": 0.1, "use_sliding_window": True, "max_window_layers": 1},
@@ -67,7 +67,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 ROPE_BY_KIND = {"full_attention": ROPE, "sliding_attention": ROPE}
 # what a family needs besides, because its own values would not fit together
 SPECIAL = {
-    "cpmant": {"dim_model": 64, "dim_ff": 96, "dim_head": 16, "position_bias_max_distance": 64},
+    "cpmant": {"dim_model": 64, "dim_ff": 96, "dim_head": 16, "position_bias_max_distance": 64, "init_std": 0.02},
     "gemma3n_text": {
         "num_kv_shared_layers": 0,
         "vocab_size_per_layer_input": VOCABULARY,
@@ -129,7 +129,7 @@ def make_model(config):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
     return model
 
 
@@ -173,7 +173,7 @@ def train_on_mesh(family, sizes, change=None):
     source = make_model(make_config(family))
     try:
         mesh = script.build_mesh("cpu", dp=dp, cp=cp, tp=tp)
-        model = script.build_model(source.config, mesh, "cpu", torch.float32, seq_len=SEQ_LEN)
+        model = script.build_model(make_config(family), mesh, "cpu", torch.float32, seq_len=SEQ_LEN)
         script.load_weights(model, cpu, lambda: source, family, None)
         optimizer = RecordingSGD(model.parameters(), lr=LEARNING_RATE)
         losses, norms = [], []
