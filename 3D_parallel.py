@@ -378,8 +378,8 @@ def check_family(family: str, sizes: dict[str, int]) -> None:
         ]
         verdicts = [row[column] for row in rows for column in (columns if len(columns) < 3 else [*columns, 5])]
     verdicts = gather_objects(verdicts)[0]
-    if any(verdict.startswith("different") for verdict in verdicts):
-        fail(f"{family} is known to compute another run in this mesh ({max(verdicts)}); see tests/families.md")
+    if different := [verdict for verdict in verdicts if verdict.startswith("different")]:
+        fail(f"{family} is known to compute another run in this mesh ({different[0]}); see tests/families.md")
     if get_rank() == 0 and max(sizes.values()) > 1 and not (verdicts and set(verdicts) == {"equal"}):
         command = f"python tests/benchmarks/families.py --family {family}"
         print(
@@ -424,6 +424,7 @@ def plan_block(block: nn.Module, own_plan: dict[str, str | None], hidden_size: i
     """
     leaves = {name: module for name, module in block.named_modules() if list(module.parameters(False))}
     planned = {name.rpartition(".")[0] for name in leaves if "wise" in (own_plan.get(name) or "")}
+    has_experts = any(is_experts(module) for module in leaves.values())
     styles: dict[str, str] = {}
     for name, leaf in leaves.items():
         parent, _, last = name.rpartition(".")
@@ -431,7 +432,7 @@ def plan_block(block: nn.Module, own_plan: dict[str, str | None], hidden_size: i
             styles[name] = "experts"
         elif "wise" in (own_plan.get(name) or ""):
             styles[name] = own_plan[name]
-        elif isinstance(leaf, nn.Linear) and parent not in planned:
+        elif isinstance(leaf, nn.Linear) and parent not in planned and ("shared" in name or not has_experts):
             styles.update((name, style) for style, names in STYLES_BY_NAME.items() if last in names.split())
     kinds, sums = set(styles.values()), [name for name, style in styles.items() if "col" not in style]
     is_split = "experts" in kinds or (any("colwise" in kind for kind in kinds) and len(sums) > 0)
@@ -444,16 +445,15 @@ def plan_block(block: nn.Module, own_plan: dict[str, str | None], hidden_size: i
         shapes = [tuple(parameter.shape) for parameter in leaves[name].parameters(False)]
         # of linear ones, routers and the first halves of latent attention are known to do the same on all ranks
         is_linear = isinstance(leaves[name], nn.Linear) and "_a_proj" not in name
-        is_added = is_linear and ("experts" not in kinds or leaves[name].out_features == hidden_size)
+        is_added = is_linear and (not has_experts or leaves[name].out_features == hidden_size)
         is_after = len(sums) > 1 and (hidden_size,) in shapes  # a norm of the sum, perhaps
-        is_direct = name == "" and "experts" not in kinds and not planned and set(shapes) != {(num_heads,)}
+        is_direct = name == "" and not has_experts and not planned and set(shapes) != {(num_heads,)}
         if is_added or is_after or is_direct or any(len(shape) > 2 for shape in shapes):  # the last: a convolution, say
             return {}
         if any(len(shape) == 1 and shape[0] in widths for shape in shapes):  # a norm over all heads at once
             kinds |= {*GATHERED.values()}
-    return (
-        {name: GATHERED.get(style, style) for name, style in styles.items()} if kinds & {*GATHERED.values()} else styles
-    )
+    whole = GATHERED if kinds & {*GATHERED.values()} else {}
+    return {name: whole.get(style, style) for name, style in styles.items()}
 
 
 def redistribute(tensor: Tensor, tp_mesh: DeviceMesh, here: Any, there: Any) -> Tensor:
@@ -552,7 +552,7 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
     """
     tp, config, names = tp_mesh.size(), model.config.get_text_config(), {m: n for n, m in model.named_modules()}
     family, head, embedding = config.model_type, model.get_output_embeddings(), model.get_input_embeddings()
-    if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
+    if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding) or list(embedding.children()):
         fail(f"{family} has no plain embedding and output head to split; tp_size 1 would work")
     if noisy := [name for name, value in config.to_dict().items() if "jitter" in name and value]:
         fail(f"the routers of {family} have {noisy[0]}, and would differ between tp ranks; tp_size 1 would work")
@@ -661,7 +661,7 @@ def build_model(
         fail(f"--seq_len {seq_len} is longer than the {positions} positions of this {config.model_type}")
     attention, name = None, None
     if cp * tp > 1 or has_documents:
-        check_attention(config, seq_len, cp)
+        check_attention(config, seq_len, cp, has_documents)
         attention, _ = context_parallel_attention(mesh["cp"] if mesh is not None else None)
         name = "context_parallel"
         transformers.AttentionInterface.register(name, attention)
@@ -812,8 +812,9 @@ def build_mask(
     return torch.zeros(sizes, device=device, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def check_attention(config: PreTrainedConfig, seq_len: int, cp: int) -> None:
+def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documents: bool = False) -> None:
     """Refuse a model whose attention `context_parallel_attention` cannot stand for: it runs one on meta, and looks."""
+    no_other = cp > 1 or has_documents  # then no tokens may be mixed by other means
     attention, describe_mask = context_parallel_attention(None)
     AttentionMaskInterface.register("context_parallel", describe_mask)
     transformers.AttentionInterface.register("context_parallel", attention)
@@ -829,10 +830,10 @@ def check_attention(config: PreTrainedConfig, seq_len: int, cp: int) -> None:
             ]
             if any(table.padding_idx is not None for table in tables):
                 raise ValueError("positions that depend on padding")
-            if cp > 1 and any(isinstance(module, nn.Conv1d) for module in model.modules()):
+            if no_other and any(isinstance(module, nn.Conv1d) for module in model.modules()):
                 raise ValueError("convolutions along the sequence")
             model(input_ids=ids, position_ids=ids, attention_mask=ids + 1, use_cache=False)
-            if cp > 1 and any(attention.callers.isdisjoint(layer.modules()) for layer in find_decoder_layers(model)):
+            if no_other and any(attention.callers.isdisjoint(layer.modules()) for layer in find_decoder_layers(model)):
                 raise ValueError("layers that mix tokens by other means than attention")
     except ValueError as error:
         reason = first_line(error)
@@ -848,8 +849,8 @@ def check_attention(config: PreTrainedConfig, seq_len: int, cp: int) -> None:
         # its frequencies depend on the largest position that a rank happens to hold
         reason = f"{rope['rope_type']} rotary embeddings beyond {original} positions"
     if reason:
-        axis = f"cp_size {cp}" if cp > 1 else "tp_size above 1, or --document_mask,"
-        fail(f"{config.model_type} has {reason}, which {axis} cannot express; cp and tp 1 would work")
+        mode = "--document_mask" if has_documents else f"cp_size {cp}" if cp > 1 else "tp_size above 1"
+        fail(f"{config.model_type} has {reason}, which {mode} cannot express; cp and tp 1 without it would work")
 
 
 # ---- 6 data ----------------------------------------------------------------------------------------------------------
@@ -1522,7 +1523,8 @@ def check_first_step(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Refuse a model whose layers did not all run the attention over the whole sequence, or that is not all cut."""
     layers, attention = find_decoder_layers(model), model.attention_function
     calls = sum(not attention.callers.isdisjoint(layer.modules()) for layer in layers) if attention is not None else 0
-    if mesh["cp"].size() > 1 and calls < len(layers):  # such a layer has seen only its own part of the sequence
+    no_other = mesh["cp"].size() > 1 or (attention is not None and attention.positions is not None)
+    if no_other and calls < len(layers):  # such a layer sees only a part of the sequence, or other documents
         fail(f"{calls} of {len(layers)} layers of {model.config.model_type} ran context-parallel attention, not all")
     axes = {"fsdp", "tp"} if mesh["tp"].size() > 1 else {"fsdp"}
     for name, parameter in model.named_parameters():

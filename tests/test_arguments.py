@@ -70,14 +70,14 @@ BAD_FLAGS = [
     Flags("seq_len below all", "--cp_size 2 --tp_size 4 --seq_len 3", r"seq_len 3 .* by 8 .*; 8 would work", 8),
     Flags("seq_len zero", "--seq_len 0", r"--seq_len 0 must be at least 1"),
     Flags("no steps", "--num_train_steps 0", r"--num_train_steps 0 must be at least 1"),
-    Flags("learning rate nan", "--learning_rate nan", r"--learning_rate nan must be a number from 0 up"),
-    Flags("learning rate negative", "--learning_rate -1", r"--learning_rate -1.0 must be a number from 0 up"),
-    Flags("learning rate infinite", "--learning_rate inf", r"--learning_rate inf must be a number from 0 up"),
-    Flags("weight decay negative", "--weight_decay -0.1", r"--weight_decay -0.1 must be a number from 0 up"),
-    Flags("warm-up negative", "--warmup_steps -1", r"--warmup_steps -1 must be a number from 0 up"),
-    Flags("seed negative", "--seed -1", r"--seed -1 must be a number from 0 up"),
+    Flags("learning rate nan", "--learning_rate nan", r"--learning_rate nan must be at least 0"),
+    Flags("learning rate negative", "--learning_rate -1", r"--learning_rate -1.0 must be at least 0"),
+    Flags("learning rate infinite", "--learning_rate inf", r"--learning_rate inf must be at least 0"),
+    Flags("weight decay negative", "--weight_decay -0.1", r"--weight_decay -0.1 must be at least 0"),
+    Flags("warm-up negative", "--warmup_steps -1", r"--warmup_steps -1 must be at least 0"),
+    Flags("seed negative", "--seed -1", r"--seed -1 must be at least 0"),
     Flags("clipping to zero", "--max_grad_norm 0", r"--max_grad_norm 0 would erase every gradient; .* turns"),
-    Flags("save_every negative", "--save_every -5", r"--save_every -5 must be a number from 0 up"),
+    Flags("save_every negative", "--save_every -5", r"--save_every -5 must be at least 0"),
     Flags("keep none", "--keep_last 0", r"--keep_last 0 must be at least 1"),
     Flags("two beginnings", "--init_from a --from_scratch", r"--init_from a and --from_scratch exclude each other"),
     Flags("export of nothing", "--export_dir out", r"--export_dir takes one process and a checkpoint: .*--resume"),
@@ -158,10 +158,9 @@ def test_help_lists_every_flag(script, capsys, as_rank):
 @pytest.mark.parametrize(
     "family, changes", [("mistral", {"sliding_window": 16}), ("llama", {"attention_dropout": 0.1})]
 )
-def test_plain_attention_may_have_all_that_one_rank_can_express(script, capsys, family, changes):
-    # nothing is cut at tp 1 and cp 1, so the model's own attention and masks are right
+def test_attention_that_context_parallelism_expresses_is_not_refused(script, capsys, family, changes):
     try:
-        script.check_attention(make_config(family, **changes), 32, 1, 1)
+        script.check_attention(make_config(family, **changes), 32, cp=2)
     except SystemExit:
         pytest.fail(f"refused: {capsys.readouterr().err}")
 
@@ -223,10 +222,19 @@ BAD_RUNS = [
         "positions", TEXT + "--model_name {inputs}/llama --seq_len 256", r"seq_len 256 is longer than the 128 positions"
     ),
     # attention
-    Run("window, cp", "--model_name {inputs}/window --cp_size 2", r"window of 16 tokens, .* 256.* cp_size 2", (2,)),
-    Run("window, tp", "--model_name {inputs}/window --tp_size 2", r"window of 16 tokens, .* 256.* tp_size 2", (2,)),
-    Run("dropout, cp", "--model_name {inputs}/dropout --cp_size 2", r"attention_dropout 0.1.* cp_size 2 cannot", (2,)),
-    Run("softcap, cp", "--model_name {inputs}/gemma2 --cp_size 2", r"gemma2 has softcap in att.* cp_size 2", (2,)),
+    Run("convolution, cp", TEXT + "--model_name {inputs}/mamba --cp_size 2", r"mamba has conv.* cp_size 2", (2,)),
+    Run(
+        "own attention, cp", TEXT + "--model_name {inputs}/bloom --cp_size 2", r"bloom has attention .*cp_size 2", (2,)
+    ),
+    Run("own attention, tp", TEXT + "--model_name {inputs}/bloom --tp_size 2", r"bloom has attention .*tp_size", (2,)),
+    Run("documents", TEXT + "--model_name {inputs}/bloom --document_mask", r"bloom has attention .*--document_mask"),
+    Run("end of documents", TEXT + "--model_name {inputs}/endless --document_mask", r"--document_mask needs a token"),
+    Run(
+        "rope, cp",
+        "--model_name {inputs}/rope --cp_size 2",
+        r"llama has dynamic rotary .* 128 positions.*cp_size 2",
+        (2,),
+    ),
     # data
     Run("data: no file", "--dataset_name {inputs}/no.txt", r"--dataset_name \S+/no.txt cannot be read.*: .*no.txt"),
     Run("data: unknown", "--dataset_name no/such-data", r"--dataset_name no/such-data cannot be read.*'stdlib'"),
@@ -284,11 +292,14 @@ def write_inputs(folder, script):
     model("hollow", script.tiny_config())
     model("t5", t.T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=2))
     model("vocab", make_config("llama", vocab=200))
-    model("window", make_config("mistral", sliding_window=16, max_position_embeddings=256))
-    model("dropout", make_config("llama", attention_dropout=0.1, max_position_embeddings=256))
-    sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    # its own window is longer than the sequence: the softcap is all that is wrong
-    model("gemma2", t.Gemma2Config(**sizes, num_key_value_heads=2, head_dim=8, sliding_window=4096))
+    model("mamba", t.MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, state_size=4))
+    model("bloom", t.BloomConfig(vocab_size=300, hidden_size=32, n_layer=1, n_head=2))
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+    model("rope", make_config("llama", rope_parameters=rope, max_position_embeddings=512))
+    model("endless", make_config("llama"), tokenizer=False)
+    endless = script.byte_tokenizer()
+    endless.eos_token = None
+    endless.save_pretrained(folder / "endless")
     model("gpt2", t.GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=128))
     model("heads", make_config("llama", hidden_size=48, num_attention_heads=3, num_key_value_heads=3))
     model("kv", make_config("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=3))

@@ -180,6 +180,8 @@ def train_on_mesh(family, sizes, change=None):
         for step, (inputs, labels) in enumerate(make_batches(STEPS, VOCABULARY, BATCH, SEQ_LEN)):
             micro_batches = script.shard_batch(inputs, labels, mesh, 2, cpu)  # so with dp = 1 there are two
             loss, norm = script.train_step(model, optimizer, micro_batches, mesh, 1e9)
+            if not math.isfinite(loss + norm):
+                return [loss], [norm], {}
             if step == 0:
                 script.check_first_step(model, mesh)
             losses.append(loss)
@@ -229,7 +231,7 @@ def sweep(family, pool, meshes=MESHES, change=None, is_verbose=False):
     verdicts = {}
     for sizes in meshes:
         try:
-            by_rank = pool.run(math.prod(sizes), train_on_mesh, family, sizes, change, timeout=120)
+            by_rank = pool.run(math.prod(sizes), train_on_mesh, family, sizes, change, timeout=300)
             verdicts[str(sizes)] = compare(by_rank, truth)
         except (AssertionError, TimeoutError) as error:
             if is_verbose:
