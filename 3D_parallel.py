@@ -352,22 +352,6 @@ def read_full_model(source: str, config: PreTrainedConfig, is_random: bool, seed
     return model.train()
 
 
-@torch.no_grad()
-def copy_full_weights(model: nn.Module, tensors: dict[str, Tensor], device: torch.device) -> None:
-    """Copy rank 0's full tensors (empty on the others) into the shards of all ranks, one at a time. A collective."""
-    persistent = model.state_dict().keys()
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
-    for name, target in (*model.named_parameters(), *buffers):
-        full = tensors.pop(name) if get_rank() == 0 else torch.empty(target.shape, device=device)
-        full = full.to(device=device, dtype=target.dtype)
-        if dist.is_initialized():
-            dist.broadcast(full, src=0)
-        if isinstance(target, DTensor):
-            # src_data_rank=None: each rank cuts its own shard, nothing more is sent
-            full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
-        target.copy_(full)
-
-
 def check_family(family: str, sizes: dict[str, int]) -> None:
     """Refuse a family that tests/families.md has as different in such a mesh, warn if it is not equal there."""
     table, verdicts = Path(__file__).with_name("tests") / "families.md", []
@@ -382,9 +366,7 @@ def check_family(family: str, sizes: dict[str, int]) -> None:
         fail(f"{family} is known to compute another run in this mesh ({different[0]}); see tests/families.md")
     if get_rank() == 0 and max(sizes.values()) > 1 and not (verdicts and set(verdicts) == {"equal"}):
         command = f"python tests/benchmarks/families.py --family {family}"
-        print(
-            f"{family} is not known to compute the same run in this mesh; to see whether it does: {command}", flush=True
-        )
+        print(f"{family} is not known to compute the same run in this mesh; to see if it does: {command}", flush=True)
 
 
 # ---- 4 plans: tensor parallel, then FSDP -----------------------------------------------------------------------------
@@ -444,21 +426,23 @@ def plan_block(block: nn.Module, own_plan: dict[str, str | None], hidden_size: i
     for name in leaves.keys() - styles.keys():
         shapes = [tuple(parameter.shape) for parameter in leaves[name].parameters(False)]
         # of linear ones, routers and the first halves of latent attention are known to do the same on all ranks
-        is_linear = isinstance(leaves[name], nn.Linear) and "_a_proj" not in name
-        is_added = is_linear and (not has_experts or leaves[name].out_features == hidden_size)
-        is_after = len(sums) > 1 and (hidden_size,) in shapes  # a norm of the sum, perhaps
+        is_linear = isinstance(leaves[name], nn.Linear)
+        is_added = is_linear and "_a_proj" not in name and (not has_experts or leaves[name].out_features == hidden_size)
+        is_after = (has_experts or len(sums) > 1) and (hidden_size,) in shapes  # a norm of the sum, perhaps
         is_direct = name == "" and not has_experts and not planned and set(shapes) != {(num_heads,)}
         if is_added or is_after or is_direct or any(len(shape) > 2 for shape in shapes):  # the last: a convolution, say
             return {}
-        if any(len(shape) == 1 and shape[0] in widths for shape in shapes):  # a norm over all heads at once
+        is_matrix = not has_experts and not is_linear and any(len(shape) == 2 for shape in shapes)
+        if is_matrix or any(len(shape) == 1 and shape[0] in widths for shape in shapes):  # a norm over all heads
             kinds |= {*GATHERED.values()}
     whole = GATHERED if kinds & {*GATHERED.values()} else {}
     return {name: whole.get(style, style) for name, style in styles.items()}
 
 
-def redistribute(tensor: Tensor, tp_mesh: DeviceMesh, here: Any, there: Any) -> Tensor:
-    """Bring a rank's tensor from one placement to another; the gradient that it gets is a part of a sum over ranks."""
-    placed = DTensor.from_local(tensor, tp_mesh, [here], run_check=False).redistribute(placements=[there])
+def redistribute(tensor: Tensor, mesh: DeviceMesh, here: Any, there: Any) -> Tensor:
+    """Bring a rank's tensor from one placement to another. What is replicated gets a part of its gradient on each
+    rank, which the backward adds up (and scatters again, if it was sharded)."""
+    placed = DTensor.from_local(tensor, mesh, [here], run_check=False).redistribute(placements=[there])
     return placed.to_local(grad_placements=[Partial() if there.is_replicate() else there])
 
 
@@ -475,6 +459,7 @@ def cut_parameters(
         is_row = "row" in styles.get(part, "")
         for name, parameter in list(owner.named_parameters(recurse=False)):
             is_first = (part in styles and not is_row) or (owner is module and parameter.shape == (num_heads,))
+            is_first &= styles.get(part) != "experts" or parameter.shape[0] == owner.num_experts
             placement = Shard(0) if is_first else Shard(1) if is_row and name == "weight" else Replicate()
             cut = distribute_tensor(parameter, tp_mesh, [placement], src_data_rank=None)
             owner.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
@@ -569,8 +554,9 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
         parts = [list(child) if isinstance(child, nn.ModuleList) else [child] for child in layer.children()]
         for block in (block for part in parts for block in part):
             name = names[block].removeprefix(names[layer])
-            if "norm" in name or isinstance(block, nn.Linear) or all(p.ndim < 2 for p in block.parameters()):
-                continue  # it treats each token alone
+            is_alone = "norm" in name or isinstance(block, nn.Linear) or all(p.ndim < 2 for p in block.parameters())
+            if is_alone or block in done:  # it treats each token alone, or several layers share it
+                continue
             stars = {inner: re.sub(r"\.\d+(?=\.|$)", ".*", names[module]) for inner, module in block.named_modules()}
             own_plan = {inner: model.tp_plan.get(star) for inner, star in stars.items()}
             styles = plan_block(block, own_plan, embedding.embedding_dim, num_heads)
@@ -582,7 +568,9 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
                     sizes[f"outputs of {what}"] = module.out_features
                 else:
                     sizes[f"inputs of {what}"] = module.in_features
-            if "colwise" in styles.values() and "att" in name:
+            if "experts" in styles.values() and any(isinstance(m, nn.Dropout) and m.p for m in block.modules()):
+                fail(f"{name[1:]} of {family} has dropout, which would differ between tp ranks; tp_size 1 would work")
+            if "colwise" in styles.values() and ("att" in name or "k_proj" in styles):
                 sizes["attention heads"] = num_heads
                 sizes["key/value heads"] = getattr(config, "num_key_value_heads", None) or num_heads
             split_block(block, styles, num_heads, tp_mesh)
@@ -600,7 +588,7 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
         if module in in_layers or is_table or all(p.ndim < 2 for p in module.parameters(False)):
             cut_parameters(module, {"": module}, {}, tp_mesh)  # norms and the like, each rank on its own tokens
         if is_table:
-            module.register_forward_hook(lambda module, args, out: out.chunk(tp, 1)[tp_mesh.get_local_rank()])
+            module.register_forward_hook(lambda module, args, out: out.chunk(tp, -2)[tp_mesh.get_local_rank()])
     model.tie_weights()  # embedding and head were cut one by one
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable[name])
@@ -662,9 +650,10 @@ def build_model(
     attention, name = None, None
     if cp * tp > 1 or has_documents:
         check_attention(config, seq_len, cp, has_documents)
-        attention, _ = context_parallel_attention(mesh["cp"] if mesh is not None else None)
+        attention, _ = context_parallel_attention(mesh["cp"] if mesh is not None else None, seq_len)
         name = "context_parallel"
         transformers.AttentionInterface.register(name, attention)
+        torch._dynamo.config.recompile_limit = 64  # FlexAttention is compiled for each chunk and each kind of mask
     with torch.device("meta"):
         own = copy.deepcopy(config)  # building a model writes its kind of attention into the config
         model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, attn_implementation=name).train()
@@ -680,9 +669,10 @@ def build_model(
 
 
 def load_weights(
-    model: PreTrainedModel, device: torch.device, read_weights: Callable | None, source: str, group: ProcessGroup | None
+    model: nn.Module, device: torch.device, read_weights: Callable | None, source: str, group: ProcessGroup | None
 ) -> None:
-    """Give a cut model storage and weights: rank 0 reads all on the CPU, and sends it; with None nobody does."""
+    """Give a cut model storage and weights: rank 0 reads all on the CPU and sends one tensor at a time, of which each
+    rank cuts its shard. With None nobody reads any. A collective."""
     full_tensors = {}
     with on_all_ranks(f"the weights of {source} cannot be loaded", group):
         if read_weights is not None and get_rank() == 0:
@@ -694,8 +684,17 @@ def load_weights(
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # transformers' own mark: what bears it is not initialized again
     model.initialize_weights()  # so this fills the buffers that no file holds, such as rotary frequencies
-    if read_weights is not None:
-        copy_full_weights(model, full_tensors, device)
+    persistent = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+    for name, target in (*model.named_parameters(), *buffers) if read_weights is not None else ():
+        full = full_tensors.pop(name) if get_rank() == 0 else torch.empty(target.shape, device=device)
+        full = full.to(device=device, dtype=target.dtype)
+        if dist.is_initialized():
+            dist.broadcast(full, src=0)
+        if isinstance(target, DTensor):
+            # src_data_rank=None: each rank cuts its own shard, nothing more is sent
+            full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+        target.detach().copy_(full)
 
 
 # ---- 5 attention: sequence shards, context-parallel attention --------------------------------------------------------
@@ -711,17 +710,11 @@ def shard_sequence(full: Tensor, cp_rank: int, cp_size: int, dim: int = 1) -> Te
 
 def gather_sequence_shards(shard: Tensor, cp_mesh: DeviceMesh, dim: int) -> Tensor:
     """The inverse of `shard_sequence`, on every rank; the backward adds up the gradients of all (reduce-scatter)."""
-    cp_size = cp_mesh.size()
-    gathered = (
-        DTensor.from_local(shard, cp_mesh, [Shard(dim)], run_check=False)
-        .redistribute(placements=[Replicate()])
-        .to_local(grad_placements=[Partial()])
-    )
-    chunks = gathered.chunk(2 * cp_size, dim)  # in the order 0, 2cp-1, 1, 2cp-2, ...
-    return torch.cat([*chunks[0::2], *chunks[1::2][::-1]], dim)
+    chunks = redistribute(shard, cp_mesh, Shard(dim), Replicate()).chunk(2 * cp_mesh.size(), dim)
+    return torch.cat([*chunks[0::2], *chunks[1::2][::-1]], dim)  # they come as 0, 2cp-1, 1, 2cp-2, ...
 
 
-def context_parallel_attention(cp_mesh: DeviceMesh | None) -> tuple[Callable, Callable]:
+def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> tuple[Callable, Callable]:
     """Attention over the whole sequence, of which each rank holds two chunks; and the mask function that it needs.
 
     Register both under one name, with Transformers' AttentionInterface and AttentionMaskInterface. Keys and values are
@@ -754,9 +747,11 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None) -> tuple[Callable, Ca
         if not isinstance(attention_mask, tuple) or not getattr(module, "is_causal", True):
             raise ValueError("attention that is not causal, or has a mask of its own")
         others = {name for name, value in kwargs.items() if isinstance(value, Tensor)} - {"position_ids", "s_aux"}
-        if others or key.shape[2] != query.shape[2]:
-            raise ValueError(f"attention with {', '.join(others) or 'keys of another length than its queries'}")
-        (can_see, local_size), seq_len = attention_mask, query.shape[2] * cp_size
+        if others or {query.shape[2] * cp_size, key.shape[2] * cp_size} != {seq_len}:
+            raise ValueError(
+                f"attention with {', '.join(others) or 'queries or keys that are not those of the tokens'}"
+            )
+        can_see, local_size = attention_mask
         is_plain = can_see is causal_mask_function or (local_size or 0) >= seq_len
         is_plain &= all(kwargs.get(name) is None for name in ("softcap", "s_aux")) and attention.positions is None
         key_value = torch.cat([key, value], dim=-1)  # (B, kv heads, S/cp, both D)
@@ -786,7 +781,7 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None) -> tuple[Callable, Ca
     return attention, describe_mask
 
 
-@functools.lru_cache(maxsize=16)  # the layers of a forward share it
+@functools.lru_cache(maxsize=4)  # the layers of a forward share it: two chunks, two kinds of layers
 def build_mask(
     can_see: Callable,
     positions: Tensor | None,
@@ -815,7 +810,7 @@ def build_mask(
 def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documents: bool = False) -> None:
     """Refuse a model whose attention `context_parallel_attention` cannot stand for: it runs one on meta, and looks."""
     no_other = cp > 1 or has_documents  # then no tokens may be mixed by other means
-    attention, describe_mask = context_parallel_attention(None)
+    attention, describe_mask = context_parallel_attention(None, seq_len)
     AttentionMaskInterface.register("context_parallel", describe_mask)
     transformers.AttentionInterface.register("context_parallel", attention)
     options = {"attn_implementation": "context_parallel", "experts_implementation": "batched_mm"}  # which runs on meta
@@ -832,25 +827,29 @@ def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documen
                 raise ValueError("positions that depend on padding")
             if no_other and any(isinstance(module, nn.Conv1d) for module in model.modules()):
                 raise ValueError("convolutions along the sequence")
+            attention.positions = ids if has_documents else None
             model(input_ids=ids, position_ids=ids, attention_mask=ids + 1, use_cache=False)
             if no_other and any(attention.callers.isdisjoint(layer.modules()) for layer in find_decoder_layers(model)):
                 raise ValueError("layers that mix tokens by other means than attention")
     except ValueError as error:
         reason = first_line(error)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        reason = f"attention with a mask of its own ({first_line(error, 80)})"
     except RuntimeError:
         pass  # not everything runs on meta: what is left to see is seen in the first step
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    original = rope.get("original_max_position_embeddings") or getattr(
-        config.get_text_config(), "max_position_embeddings", math.inf
-    )
-    if cp > 1 and rope.get("rope_type") in ("dynamic", "longrope") and seq_len > original:
-        # its frequencies depend on the largest position that a rank happens to hold
-        reason = f"{rope['rope_type']} rotary embeddings beyond {original} positions"
+    except Exception as error:
+        reason = f"attention with a mask of its own ({first_line(error, 80)})"
+    family, config = config.model_type, config.get_text_config()
+    limit, rope = getattr(config, "max_position_embeddings", 0), getattr(config, "rope_parameters", None) or {}
+    for kind in (rope,) if "rope_type" in rope else rope.values():  # of all layers, or by kinds of layers
+        limit = kind.get("original_max_position_embeddings") or limit
+        if no_other and kind.get("rope_type") in ("dynamic", "longrope") and seq_len > limit:
+            # its frequencies depend on the largest position that a rank happens to hold
+            reason = f"{kind['rope_type']} rotary embeddings beyond {limit} positions"
+    floor = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
+    if no_other and floor is not None and seq_len >= floor:  # Llama 4 scales queries by positions that it counts itself
+        reason = f"attention that is scaled by the position from {floor} tokens on"
     if reason:
         mode = "--document_mask" if has_documents else f"cp_size {cp}" if cp > 1 else "tp_size above 1"
-        fail(f"{config.model_type} has {reason}, which {mode} cannot express; cp and tp 1 without it would work")
+        fail(f"{family} has {reason}, which {mode} cannot express; cp and tp 1 without it would work")
 
 
 # ---- 6 data ----------------------------------------------------------------------------------------------------------
@@ -1402,21 +1401,6 @@ def load_checkpoint(
             torch.cuda.set_rng_state(saved_rng["cuda"], rng_device)
 
 
-def write_safetensors(path: Path, tensors: dict[str, Tensor], read: Callable[[str, Tensor], Tensor]) -> None:
-    """Write a safetensors file (length of a JSON header, header, data), holding one tensor, which `read` gives."""
-    kinds = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.bool: "BOOL"}
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, tensor in tensors.items():
-        place = [end, end := end + tensor.nbytes]
-        header[name] = {"dtype": kinds[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in tensors.items():
-            file.write(read(name, tensor).reshape(-1).view(torch.uint8).numpy())
-
-
 def export_checkpoint(path: Path, folder: Path, dtype: torch.dtype) -> None:
     """Turn a checkpoint of any mesh into a folder for `from_pretrained`. One process, one file at a time in memory."""
     reader, temporary = SafeReader(path), folder.with_name(f".tmp_{folder.name}_{uuid.uuid4().hex[:8]}")
@@ -1505,7 +1489,9 @@ def train_step(
             if counts is not None:
                 rows = len(router_logits) * replicas * sum(batch["labels"].numel() for batch in micro_batches)
                 extra = load_balancing_loss(router_logits, counts, rows) * num_labels
-                extra *= getattr(config, "router_aux_loss_coef", None) or config.aux_loss_coef
+                extra *= (
+                    config.router_aux_loss_coef if hasattr(config, "router_aux_loss_coef") else config.aux_loss_coef
+                )
                 loss_sum += extra.detach()
                 loss = loss + extra / tp  # as all of tp compute it, and their gradients are added up
             (loss * scale).backward()
@@ -1519,19 +1505,18 @@ def train_step(
     return loss, grad_norm
 
 
-def check_first_step(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+def check_first_step(model: PreTrainedModel, mesh: DeviceMesh | None) -> None:
     """Refuse a model whose layers did not all run the attention over the whole sequence, or that is not all cut."""
-    layers, attention = find_decoder_layers(model), model.attention_function
+    family, layers, attention = model.config.model_type, find_decoder_layers(model), model.attention_function
     calls = sum(not attention.callers.isdisjoint(layer.modules()) for layer in layers) if attention is not None else 0
-    no_other = mesh["cp"].size() > 1 or (attention is not None and attention.positions is not None)
-    if no_other and calls < len(layers):  # such a layer sees only a part of the sequence, or other documents
-        fail(f"{calls} of {len(layers)} layers of {model.config.model_type} ran context-parallel attention, not all")
-    axes = {"fsdp", "tp"} if mesh["tp"].size() > 1 else {"fsdp"}
-    for name, parameter in model.named_parameters():
+    is_cut = mesh is not None and mesh["cp"].size() > 1
+    if (is_cut or (attention is not None and attention.positions is not None)) and calls < len(layers):
+        # such a layer sees only a part of the sequence, or other documents
+        fail(f"{calls} of {len(layers)} layers of {family} ran context-parallel attention, not all")
+    axes = {"fsdp", "tp"} if mesh is not None and mesh["tp"].size() > 1 else {"fsdp"}
+    for name, parameter in model.named_parameters() if mesh is not None else []:
         if not isinstance(parameter, DTensor) or set(parameter.device_mesh.mesh_dim_names) != axes:
-            fail(
-                f"{name} of {model.config.model_type} is not cut over the whole mesh, so its gradient cannot be trusted"
-            )
+            fail(f"{name} of {family} is not cut over the whole mesh: do not trust its gradient")
 
 
 @torch.no_grad()
@@ -1630,7 +1615,7 @@ def train(
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             bar.close()
             fail(f"step {step} has loss {loss} and gradient norm {grad_norm}: resume with a lower --learning_rate")
-        if mesh is not None and step == first_step:
+        if step == first_step:
             check_first_step(model, mesh)
         train_state |= {"step": step, "tokens": train_state["tokens"] + inputs.numel()}
 

@@ -1,5 +1,7 @@
 """What a run says of itself: metrics.jsonl and wandb, on rank 0 only, and never in the way of training."""
 
+import json
+
 import pytest
 from conftest import read_metrics
 
@@ -7,9 +9,12 @@ from conftest import read_metrics
 FLAGS = ["--seq_len", 32, "--global_batch_size", 2, "--warmup_steps", 2, "--num_train_steps", 3]
 
 
-def test_metrics_and_evaluation_are_the_same_in_every_mesh(pool, tmp_path):
-    (tmp_path / "text.txt").write_text("".join(f"line {i} of a text\n" for i in range(800)))  # 4 sequences held out
-    rows, data = {}, ["--dataset_name", tmp_path / "text.txt", "--eval_every", 2]
+@pytest.mark.parametrize("more", [[], ["--document_mask"]], ids=["", "documents"])
+def test_metrics_and_evaluation_are_the_same_in_every_mesh(pool, tmp_path, more):
+    texts = ["line", "of a text", "line of a text that is longer than a sequence"]  # 4 sequences are held out
+    lines = [json.dumps({"text": f"{i} {texts[i % 3]}"}) for i in range(600)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    rows, data = {}, ["--dataset_name", tmp_path / "text.jsonl", "--eval_every", 2, *more]
     for ranks, mesh in [(0, []), (4, ["--tp_size", 2, "--cp_size", 2])]:
         launch = pool.launch(ranks, *FLAGS, *mesh, *data, "--output_dir", tmp_path / str(ranks))
         assert not any(launch.codes), launch.outputs

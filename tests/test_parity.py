@@ -146,8 +146,8 @@ def train_in_bfloat16(sizes):
     seen, dtypes = [], {tensor.dtype for tensor in tensors}
     layer = model.model.layers[0].mlp.up_proj
     layer.register_forward_hook(lambda module, args, output: seen.append((module.weight.dtype, output.dtype)))
-    batch = micro_batches[0]
-    model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+    with torch.distributed.tensor.parallel.loss_parallel():
+        script.forward_loss(model, micro_batches[0])
     return losses, seen, dtypes
 
 
