@@ -357,10 +357,9 @@ def check_family(family: str, sizes: dict[str, int]) -> None:
     table, verdicts = Path(__file__).with_name("tests") / "families.md", []
     if get_rank() == 0 and table.exists():
         columns = [{"tp": 2, "dp": 3, "cp": 4}[axis] for axis, size in sizes.items() if size > 1]
-        rows = [
-            re.split(r" *\| *", line) for line in table.read_text().splitlines() if line.startswith(f"| {family} |")
-        ]
-        verdicts = [row[column] for row in rows for column in (columns if len(columns) < 3 else [*columns, 5])]
+        columns += [5] if len(columns) == 3 else []  # all of them together
+        rows = [re.split(r" *\| *", line) for line in table.read_text().splitlines() if f"| {family} |" in line]
+        verdicts = [row[column] for row in rows for column in columns]
     verdicts = gather_objects(verdicts)[0]
     if different := [verdict for verdict in verdicts if verdict.startswith("different")]:
         fail(f"{family} is known to compute another run in this mesh ({different[0]}); see tests/families.md")
@@ -514,7 +513,9 @@ def split_block(block: nn.Module, styles: dict[str, str], num_heads: int, tp_mes
     for name, style in styles.items():
         module = block.get_submodule(name)
         if style == "colwise_gather_output":
-            module.register_forward_hook(lambda module, args, out: redistribute(out, tp_mesh, Shard(-1), Replicate()))
+            # a copy, because some families go on to clamp it in place
+            whole = functools.partial(redistribute, mesh=tp_mesh, here=Shard(-1), there=Replicate())
+            module.register_forward_hook(lambda module, args, out, whole=whole: whole(out).clone())
         elif style == "rowwise_split_input":
             module.register_forward_pre_hook(lambda module, args: args[0].chunk(tp, -1)[tp_rank])
         elif style == "experts":
@@ -549,7 +550,11 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
 
     sizes = {} if head.bias is None else {"biases of the output head": head.out_features}  # what tp must divide
     done, is_split, layers = {embedding, head}, False, find_decoder_layers(model)
-    num_heads = getattr(config, "num_attention_heads", 0)
+    try:
+        num_heads = getattr(config, "num_attention_heads", 0)
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    except RuntimeError:  # of Transformers, which has no one number to give
+        fail(f"the number of heads of {family} differs between its layers; tp_size 1 would work")
     for layer in layers:
         parts = [list(child) if isinstance(child, nn.ModuleList) else [child] for child in layer.children()]
         for block in (block for part in parts for block in part):
@@ -571,8 +576,7 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
             if "experts" in styles.values() and any(isinstance(m, nn.Dropout) and m.p for m in block.modules()):
                 fail(f"{name[1:]} of {family} has dropout, which would differ between tp ranks; tp_size 1 would work")
             if "colwise" in styles.values() and ("att" in name or "k_proj" in styles):
-                sizes["attention heads"] = num_heads
-                sizes["key/value heads"] = getattr(config, "num_key_value_heads", None) or num_heads
+                sizes |= {"attention heads": num_heads, "key/value heads": num_kv_heads}
             split_block(block, styles, num_heads, tp_mesh)
             done, is_split = done | set(block.modules()), is_split or bool(styles)
     if not is_split:
@@ -748,9 +752,7 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> tupl
             raise ValueError("attention that is not causal, or has a mask of its own")
         others = {name for name, value in kwargs.items() if isinstance(value, Tensor)} - {"position_ids", "s_aux"}
         if others or {query.shape[2] * cp_size, key.shape[2] * cp_size} != {seq_len}:
-            raise ValueError(
-                f"attention with {', '.join(others) or 'queries or keys that are not those of the tokens'}"
-            )
+            raise ValueError(f"attention with {', '.join(others) or 'other queries or keys than those of the tokens'}")
         can_see, local_size = attention_mask
         is_plain = can_see is causal_mask_function or (local_size or 0) >= seq_len
         is_plain &= all(kwargs.get(name) is None for name in ("softcap", "s_aux")) and attention.positions is None
@@ -820,11 +822,9 @@ def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documen
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options).train()
             if not model._can_set_attn_implementation():  # private, but nothing public tells whether it will be called
                 raise ValueError("attention that Transformers cannot replace")
-            tables = [
-                m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()
-            ]
+            tables = {m for m in model.modules() if isinstance(m, nn.Embedding)} - {model.get_input_embeddings()}
             if any(table.padding_idx is not None for table in tables):
-                raise ValueError("positions that depend on padding")
+                raise ValueError("positions, or other embeddings, that depend on padding")
             if no_other and any(isinstance(module, nn.Conv1d) for module in model.modules()):
                 raise ValueError("convolutions along the sequence")
             attention.positions = ids if has_documents else None
@@ -838,9 +838,9 @@ def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documen
     except Exception as error:
         reason = f"attention with a mask of its own ({first_line(error, 80)})"
     family, config = config.model_type, config.get_text_config()
-    limit, rope = getattr(config, "max_position_embeddings", 0), getattr(config, "rope_parameters", None) or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope,) if "rope_type" in rope else rope.values():  # of all layers, or by kinds of layers
-        limit = kind.get("original_max_position_embeddings") or limit
+        limit = kind.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
         if no_other and kind.get("rope_type") in ("dynamic", "longrope") and seq_len > limit:
             # its frequencies depend on the largest position that a rank happens to hold
             reason = f"{kind['rope_type']} rotary embeddings beyond {limit} positions"
@@ -902,9 +902,8 @@ def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedT
             for texts in tqdm(batches, total=total, desc="tokenizing", unit="batch"):
                 texts = [text for text in texts if text] if is_document else ["".join(texts)]
                 # not verbose: a document longer than the model's context is no fault, it is cut into sequences
-                for ids in (
-                    tokenizer(texts, add_special_tokens=is_document, verbose=False)["input_ids"] if texts else []
-                ):
+                tokens = tokenizer(texts, add_special_tokens=is_document, verbose=False)["input_ids"] if texts else []
+                for ids in tokens:
                     file.write(np.asarray(ids if ids[-1:] == end else ids + end, dtype=dtype).tobytes())
         if partial.stat().st_size == 0:
             raise ValueError("it has no text")
@@ -1207,10 +1206,8 @@ def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any], ke
     aside as `<name>_step<its step>`, and the new one is renamed into place when all of it is on the disk. What another
     run saved gets that run's name, too, and is never pruned.
     """
-    saved = [old["saved"] for _, old in list_checkpoints(final.parent) if old]
-    manifest["saved"] = max(
-        [time.time(), *(other + 0.001 for other in saved)]
-    )  # a clock may go back, the order may not
+    saved = [old["saved"] + 0.001 for _, old in list_checkpoints(final.parent) if old]
+    manifest["saved"] = max([time.time(), *saved])  # a clock may go back, the order may not
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
     for path in (*temporary.rglob("*"), temporary):
         flush(path)
@@ -1349,17 +1346,18 @@ class SafeReader(dcp.FileSystemReader):
 
 
 def read_slice(file: io.BufferedReader, start: int, entry: Any, offsets: torch.Size, lengths: torch.Size) -> Tensor:
-    """A slice of the tensor that torch.save wrote at `start` of a file: only its rows, and of a matrix its columns."""
+    """A slice of the tensor that torch.save wrote at `start` of a file: only its rows, and of these only a range."""
     saved = torch.load(entry, map_location="meta", weights_only=True)  # its shape, strides and place, no data
     by_rows = lengths[1:] == saved.shape[1:]
-    if not saved.is_contiguous() or saved.ndim == 0 or not (by_rows or saved.ndim == 2):
+    if not saved.is_contiguous() or saved.ndim == 0 or lengths[2:] != saved.shape[2:]:
         entry.seek(0)  # rare: read all of it, and cut
         part = tuple(slice(first, first + length) for first, length in zip(offsets, lengths))
         return torch.load(entry, map_location="cpu", weights_only=True)[part]
-    row, size = math.prod(saved.shape[1:]), saved.itemsize
+    row, column, size = math.prod(saved.shape[1:]), math.prod(saved.shape[2:]), saved.itemsize
     runs = [(offsets[0] * row, math.prod(lengths))]  # the first value and the number of values
     if not by_rows:
-        runs = [(i * row + offsets[1], lengths[1]) for i in range(offsets[0], offsets[0] + lengths[0])]
+        place, count = offsets[1] * column, lengths[1] * column
+        runs = [(i * row + place, count) for i in range(offsets[0], offsets[0] + lengths[0])]
     data, filled = torch.empty(math.prod(lengths), dtype=saved.dtype), 0
     raw = memoryview(data.view(torch.uint8).numpy())
     for first, count in runs:
@@ -1424,6 +1422,7 @@ def export_checkpoint(path: Path, folder: Path, dtype: torch.dtype) -> None:
             index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
             (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         config.dtype, config.architectures = dtype, [type(model).__name__]
+        vars(config).pop("quantization_config", None)  # of the model's source; these weights are plain
         config.to_json_file(temporary / "config.json")
         os.rename(temporary, folder)
 
@@ -1489,9 +1488,8 @@ def train_step(
             if counts is not None:
                 rows = len(router_logits) * replicas * sum(batch["labels"].numel() for batch in micro_batches)
                 extra = load_balancing_loss(router_logits, counts, rows) * num_labels
-                extra *= (
-                    config.router_aux_loss_coef if hasattr(config, "router_aux_loss_coef") else config.aux_loss_coef
-                )
+                name = "router_aux_loss_coef" if hasattr(config, "router_aux_loss_coef") else "aux_loss_coef"
+                extra *= getattr(config, name)
                 loss_sum += extra.detach()
                 loss = loss + extra / tp  # as all of tp compute it, and their gradients are added up
             (loss * scale).backward()
@@ -1681,9 +1679,8 @@ def main(argv: list[str]) -> None:
     mesh = build_mesh(device.type, **sizes, timeout_s=args.timeout) if dist.is_initialized() else None
     _lock = open_output_dir(output_dir)  # held as long as this process lives
     path, origin = begin_run(args.resume, output_dir, args.verify_checksums)
-    data = {
-        key: getattr(args, key) for key in ("dataset_name", "seq_len", "global_batch_size", "document_mask", "seed")
-    }
+    data_flags = ("dataset_name", "seq_len", "global_batch_size", "document_mask", "seed")
+    data = {key: getattr(args, key) for key in data_flags}
     train_state = {**sizes, **data, **{key: origin[key] for key in ("run", "step", "tokens")}}
     if (changed := [key for key in data if origin.get(key, data[key]) != data[key]]) and get_rank() == 0:
         print(f"the steps to come see other data than an unbroken run: {', '.join(changed)} changed", flush=True)
@@ -1704,8 +1701,8 @@ def main(argv: list[str]) -> None:
                     raise ValueError(f"its {key} is {there}, that of --model_name {args.model_name} {here}")
     check_family(config.model_type, sizes)
     document_end = tokenizer.eos_token_id if args.document_mask else None
-    if args.document_mask and document_end is None:
-        fail(f"--document_mask needs a token that ends a document, and the tokenizer of {args.model_name} has none")
+    if args.document_mask and (document_end is None or document_end in tokenizer("a")["input_ids"][:1]):
+        fail(f"--document_mask needs a token that only ends documents, and that of {args.model_name} has none")
     options = {"seq_len": args.seq_len, "has_documents": args.document_mask}
     model = build_model(config, mesh, device.type, getattr(torch, args.dtype), **options)
 

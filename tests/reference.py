@@ -21,7 +21,8 @@ def train(model, batches, *, learning_rate, max_grad_norm, optimizer="sgd", weig
         output = model(input_ids=inputs, use_cache=False)
         loss = F.cross_entropy(output.logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100)
         if getattr(output, "aux_loss", None) is not None:  # of the routers, when the config asks for it
-            coefficient = getattr(model, "router_aux_loss_coef", None) or model.config.aux_loss_coef
+            coefficient = getattr(model, "router_aux_loss_coef", None)
+            coefficient = model.config.aux_loss_coef if coefficient is None else coefficient
             loss = loss + coefficient * output.aux_loss
         loss.backward()
         norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters() if p.grad is not None))

@@ -83,6 +83,8 @@ SPECIAL = {
     "reformer": {"axial_pos_embds": False},
     **dict.fromkeys(["flint", "deepseek_v4"], {"output_router_logits": False}),
     "bailing_hybrid": {"num_experts": 8, "n_group": 2},
+    # the bias of their output head is split by tp
+    **dict.fromkeys(["codegen", "ernie4_5", "ernie4_5_moe", "gptj", "phi", "phimoe"], {"vocab_size": 102}),
     "cohere_compass_text": {"rope_parameters": ROPE_BY_KIND},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "zamba": {"layer_types": ["mamba", "hybrid"]},
@@ -103,8 +105,8 @@ def shrink(config_class, depth=0, **special):
     if "qk_rope_head_dim" in known:  # the keys of latent attention (MLA) are not grouped
         sizes |= {name: value for name, value in (("num_key_value_heads", 4), ("head_dim", 8)) if name in known}
     for name, value in vars(default).items():
-        if isinstance(value, float) and "drop" in name:
-            sizes[name] = 0.0  # ranks would draw other masks than one process
+        if isinstance(value, float) and ("drop" in name or "jitter" in name):
+            sizes[name] = 0.0  # ranks would draw other numbers than one process
         elif isinstance(value, transformers.PreTrainedConfig) and name.endswith("_config") and depth < 2:
             sizes[name] = shrink(type(value), depth + 1).to_dict()
     kinds = known.get("layer_types")
