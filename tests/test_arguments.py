@@ -228,7 +228,11 @@ BAD_RUNS = [
     ),
     Run("own attention, tp", TEXT + "--model_name {inputs}/bloom --tp_size 2", r"bloom has attention .*tp_size", (2,)),
     Run("documents", TEXT + "--model_name {inputs}/bloom --document_mask", r"bloom has attention .*--document_mask"),
-    Run("end of documents", TEXT + "--model_name {inputs}/endless --document_mask", r"--document_mask needs a token that only"),
+    Run(
+        "end of documents",
+        TEXT + "--model_name {inputs}/endless --document_mask",
+        r"--document_mask needs a token that only",
+    ),
     Run(
         "rope, cp",
         "--model_name {inputs}/rope --cp_size 2",

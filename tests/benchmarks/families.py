@@ -37,7 +37,7 @@ TABLE = ROOT / "tests" / "families.md"
 MESHES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)]  # tp, dp, cp
 LEARNING_RATE = 0.01
 TOLERANCE, STEPS, SEQ_LEN, BATCH, VOCABULARY = 1e-5, 3, 32, 4, 101  # 101 is a prime: no tp divides it
-EQUAL, REFUSED, DIFFERENT, CRASHED = "equal", "refused", "different", "crashed"
+EQUAL, ROUNDED, REFUSED, DIFFERENT, CRASHED = "equal", "equal but for rounding", "refused", "different", "crashed"
 
 # a small, asymmetric model: whichever of these names a config has. The window ends within a shard
 SIZES = {
@@ -138,10 +138,12 @@ def make_model(config):
 HEADER = """# Families
 
 Made by `python tests/benchmarks/families.py` with torch {torch} and transformers {transformers}, on CPU. A small model
-of each family trains 3 SGD steps in one plain process and in four meshes: *equal* means that losses, gradient norms and
-every full gradient agree to 1e-5; *refused* is followed by what the script says; *not built* is what stood in the way
-of a small model that trains in one process. A window, a chunk or the groups of heads that a family has are in effect,
-and so is the auxiliary loss of its routers; dropout is off. With dp = 1 there are two micro-batches.
+of each family trains 3 SGD steps in one plain process and in four meshes. *Equal*: losses, gradient norms and every full
+gradient agree to 1e-5. *Equal but for rounding*: they do not, but one process with the rows of its batches in another
+order, and eager attention, is as far from itself. *Refused* is followed by what the script says, *not built* by what
+stood in the way of a small model that trains in one process. A window, a chunk or groups of heads that a family has are
+in effect, and so is the auxiliary loss of its routers; dropout and the noise of routers are off. With dp = 1 there are
+two micro-batches.
 
 """
 RULE = "|---|---|---|---|---|"
@@ -202,24 +204,35 @@ def one_process(family):
     return reference.train(make_model(make_config(family)), batches, learning_rate=LEARNING_RATE, max_grad_norm=1e9)
 
 
+def largest_error(run, truth):
+    """Of losses, gradient norms and gradients that a run and the truth have: the relative error and the name."""
+    (losses, norms, grads), (true_losses, true_norms, true_grads) = run, truth
+    errors = {"loss": relative(losses, true_losses), "gradient norm": relative(norms, true_norms)}
+    largest = max(grad.abs().max().item() for grad in true_grads.values())
+    for name in grads.keys() | true_grads.keys():
+        grad, true = (side.get(name, torch.zeros(())).double() for side in (grads, true_grads))
+        # some gradients are zero but for rounding, such as those of the biases of keys
+        errors[f"gradient of {name}"] = (grad - true).abs().max().item() / max(true.abs().max().item(), 1e-2 * largest)
+    return max((error if math.isfinite(error) else math.inf, name) for name, error in errors.items())
+
+
 def compare(by_rank, truth):
     """The verdict on what the ranks of a mesh have returned, and its reason."""
     if isinstance(by_rank[0], str):
         return REFUSED, by_rank[0]
-    losses, norms, grads = truth
-    mesh_losses, mesh_norms, mesh_grads = by_rank[0]
-    errors = {"loss": relative(mesh_losses, losses), "gradient norm": relative(mesh_norms, norms)}
-    largest = max(grad.abs().max().item() for grad in grads.values())
-    for name in grads.keys() | mesh_grads.keys():
-        truth, grad = (side.get(name, torch.zeros(())) for side in (grads, mesh_grads))
-        # some gradients are zero but for rounding, such as those of the biases of keys
-        scale = max(truth.abs().max().item(), 1e-2 * largest)
-        errors[f"gradient of {name}"] = (truth.double() - grad.double()).abs().max().item() / scale
-    worst = max(errors, key=lambda name: errors[name] if math.isfinite(errors[name]) else math.inf)
     if any(result[:2] != by_rank[0][:2] for result in by_rank):
         return DIFFERENT, "ranks have other losses than rank 0"
-    verdict = EQUAL if errors[worst] < TOLERANCE and math.isfinite(errors[worst]) else DIFFERENT
-    return verdict, f"{worst} is off by {errors[worst]:.1e}"
+    error, name = largest_error(by_rank[0], truth)
+    return EQUAL if error < TOLERANCE else DIFFERENT, f"{name} is off by {error:.1e}"
+
+
+def rounding(family, truth):
+    """How far off one process is from itself with the rows of its batches in another order, and eager attention."""
+    model = make_model(make_config(family))
+    with contextlib.suppress(Exception):  # some families have but one attention
+        model.set_attn_implementation("eager")
+    batches = [(inputs.flip(0), labels.flip(0)) for inputs, labels in make_batches(STEPS, VOCABULARY, BATCH, SEQ_LEN)]
+    return largest_error(reference.train(model, batches, learning_rate=LEARNING_RATE, max_grad_norm=1e9), truth)[0]
 
 
 def sweep(family, pool, meshes=MESHES, change=None, is_verbose=False):
@@ -235,6 +248,10 @@ def sweep(family, pool, meshes=MESHES, change=None, is_verbose=False):
         try:
             by_rank = pool.run(math.prod(sizes), train_on_mesh, family, sizes, change, timeout=300)
             verdicts[str(sizes)] = compare(by_rank, truth)
+            if verdicts[str(sizes)][0] == DIFFERENT and not isinstance(by_rank[0], str):
+                error, limit = largest_error(by_rank[0], truth)[0], rounding(family, truth)
+                if error < min(3 * limit, 1e-3):
+                    verdicts[str(sizes)] = ROUNDED, f"off by {error:.0e}, one process from itself by {limit:.0e}"
         except (AssertionError, TimeoutError) as error:
             if is_verbose:
                 print(error)
@@ -255,7 +272,7 @@ def write_table(done, versions):
             counts[mesh].append(verdicts[mesh][0])
         cells = [kind if kind == EQUAL else f"{kind}: {tidy(reason)}" for kind, reason in map(verdicts.get, counts)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    kinds = (EQUAL, REFUSED, DIFFERENT, CRASHED)
+    kinds = (EQUAL, ROUNDED, REFUSED, DIFFERENT, CRASHED)
     summary = [f"| {kind} | {' | '.join(str(column.count(kind)) for column in counts.values())} |" for kind in kinds]
     title = "| | " + " | ".join("tp {}, dp {}, cp {}".format(*mesh) for mesh in MESHES) + " |"
     TABLE.write_text(HEADER.format(**versions) + "\n".join([title, RULE, *summary, "", title, RULE, *lines]) + "\n")
