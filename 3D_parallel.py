@@ -20,6 +20,7 @@ import functools
 import hashlib
 import inspect
 import io
+import itertools
 import json
 import math
 import os
@@ -401,8 +402,8 @@ def plan_block(block: nn.Module, own_plan: dict[str, str | None], hidden_size: i
     """The style in which tp splits each module of a block; empty where every rank has to run the whole block.
 
     `own_plan` has the styles of the model's plan, by the names of modules. What it leaves out is split by name, if it
-    is an ordinary block. Each rank then computes one part of a sum, the block's output. So what a block adds to its
-    output must be split, or every rank would add it: where that cannot be told from its modules, the block runs whole.
+    is an ordinary block. The outputs of all ranks are summed, so that a term that is not split would count tp times:
+    where its modules do not tell that all terms are split, the block is run whole.
     """
     leaves = {name: module for name, module in block.named_modules() if list(module.parameters(False))}
     planned = {name.rpartition(".")[0] for name in leaves if "wise" in (own_plan.get(name) or "")}
@@ -416,8 +417,8 @@ def plan_block(block: nn.Module, own_plan: dict[str, str | None], hidden_size: i
             styles[name] = own_plan[name]
         elif isinstance(leaf, nn.Linear) and parent not in planned and ("shared" in name or not has_experts):
             styles.update((name, style) for style, names in STYLES_BY_NAME.items() if last in names.split())
-    kinds, sums = set(styles.values()), [name for name, style in styles.items() if "col" not in style]
-    is_split = "experts" in kinds or (any("colwise" in kind for kind in kinds) and len(sums) > 0)
+    kinds, terms = set(styles.values()), [name for name, style in styles.items() if "col" not in style]
+    is_split = "experts" in kinds or (any("colwise" in kind for kind in kinds) and len(terms) > 0)
     if not is_split or not kinds <= {*GATHERED, *GATHERED.values(), "experts"}:
         return {}
     if any(isinstance(module, nn.ModuleList) for module in block.modules()):  # a module for each head, say
@@ -428,7 +429,7 @@ def plan_block(block: nn.Module, own_plan: dict[str, str | None], hidden_size: i
         # of linear ones, routers and the first halves of latent attention are known to do the same on all ranks
         is_linear = isinstance(leaves[name], nn.Linear)
         is_added = is_linear and "_a_proj" not in name and (not has_experts or leaves[name].out_features == hidden_size)
-        is_after = (has_experts or len(sums) > 1) and (hidden_size,) in shapes  # a norm of the sum, perhaps
+        is_after = (has_experts or len(terms) > 1) and (hidden_size,) in shapes  # a norm of the sum, perhaps
         is_direct = name == "" and not has_experts and not planned and set(shapes) != {(num_heads,)}
         if is_added or is_after or is_direct or any(len(shape) > 2 for shape in shapes):  # the last: a convolution, say
             return {}
@@ -494,20 +495,21 @@ def split_block(block: nn.Module, styles: dict[str, str], num_heads: int, tp_mes
         return args, {**kwargs, "hidden_states": redistribute(kwargs["hidden_states"], tp_mesh, Shard(1), Replicate())}
 
     def scatter(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        hidden, given = output[0] if isinstance(output, tuple) else output, args[0] if args else kwargs["hidden_states"]
-        whole = hidden.view(*given.shape[:2], -1)  # some families return (B * S, H)
+        hidden = output[0] if isinstance(output, tuple) else output
+        batch_and_sequence = (args[0] if args else kwargs["hidden_states"]).shape[:2]
+        whole = hidden.view(*batch_and_sequence, -1)  # some families return (B * S, H)
         own = redistribute(whole, tp_mesh, Partial(), Shard(1)) if styles else whole.chunk(tp, 1)[tp_rank]
         own = own.contiguous().flatten(0, 3 - hidden.ndim)
         return (own, *output[1:]) if isinstance(output, tuple) else own
 
     def choose_experts(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        def own(value: Any) -> Any:  # this rank's experts from 0 on, and for all others the number after the last
+        def localize(value: Any) -> Any:  # this rank's experts from 0 on, and for all others the number after the last
             if not isinstance(value, Tensor) or value.is_floating_point():
                 return value
             value = value - tp_rank * module.num_experts
             return torch.where((value >= 0) & (value < module.num_experts), value, module.num_experts)
 
-        return tuple(own(value) for value in args), {name: own(value) for name, value in kwargs.items()}
+        return tuple(localize(value) for value in args), {name: localize(value) for name, value in kwargs.items()}
 
     cut_parameters(block, dict(block.named_modules()), styles, tp_mesh, num_heads if by_heads else 0)
     block.register_forward_pre_hook(gather, with_kwargs=True)
@@ -523,10 +525,10 @@ def split_block(block: nn.Module, styles: dict[str, str], num_heads: int, tp_mes
             module.num_experts //= tp
             module._is_expert_parallel = True  # private: what tells Transformers that some tokens take none of these
             module.register_forward_pre_hook(choose_experts, with_kwargs=True)
-    sums = [name for name, style in styles.items() if "col" not in style]
-    # of one sum each rank takes its tokens at once, so that what follows it, dropout say, is on these
-    place = block.get_submodule(sums[0]) if len(sums) == 1 and "experts" not in styles.values() else block
-    place.register_forward_hook(scatter, with_kwargs=True)
+    terms = [name for name, style in styles.items() if "col" not in style]
+    # of one term the ranks are summed at once, so that what follows it, dropout say, is on own tokens
+    summed = block.get_submodule(terms[0]) if len(terms) == 1 and "experts" not in styles.values() else block
+    summed.register_forward_hook(scatter, with_kwargs=True)
 
 
 def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
@@ -557,8 +559,8 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
     except RuntimeError:  # of Transformers, which has no one number to give
         fail(f"the number of heads of {family} differs between its layers; tp_size 1 would work")
     for layer in layers:
-        parts = [list(child) if isinstance(child, nn.ModuleList) else [child] for child in layer.children()]
-        for block in (block for part in parts for block in part):
+        children = [child if isinstance(child, nn.ModuleList) else [child] for child in layer.children()]
+        for block in itertools.chain(*children):
             name = names[block].removeprefix(names[layer])
             is_alone = "norm" in name or isinstance(block, nn.Linear) or all(p.ndim < 2 for p in block.parameters())
             if is_alone or block in done:  # it treats each token alone, or several layers share it
@@ -567,13 +569,13 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
             own_plan = {inner: model.tp_plan.get(star) for inner, star in stars.items()}
             styles = plan_block(block, own_plan, embedding.embedding_dim, num_heads)
             for inner, style in styles.items():
-                module, what = block.get_submodule(inner), inner.rsplit(".", 1)[-1]
+                module, last = block.get_submodule(inner), inner.rsplit(".", 1)[-1]
                 if style == "experts":
-                    sizes[what] = module.num_experts
+                    sizes[last] = module.num_experts
                 elif "colwise" in style:
-                    sizes[f"outputs of {what}"] = module.out_features
+                    sizes[f"outputs of {last}"] = module.out_features
                 else:
-                    sizes[f"inputs of {what}"] = module.in_features
+                    sizes[f"inputs of {last}"] = module.in_features
             if "experts" in styles.values() and any(isinstance(m, nn.Dropout) and m.p for m in block.modules()):
                 fail(f"{name[1:]} of {family} has dropout, which would differ between tp ranks; tp_size 1 would work")
             if "colwise" in styles.values() and ("att" in name or "k_proj" in styles):
@@ -630,9 +632,9 @@ def apply_fsdp(model: PreTrainedModel, fsdp_mesh: DeviceMesh, *, dtype: torch.dt
         # its forward ends where the backward begins: gathering it again would be wasted
         fully_shard(head, **options, reshard_after_forward=False)
     # the root's unit holds the embedding, and the head if it is tied to it: torch refuses one parameter in two units
-    own_module = type(model).__module__
-    fully_shard(model, **options)
-    type(model).__module__ = own_module  # by it Transformers knows its own code, of which it fills all buffers
+    home = type(model).__module__
+    fully_shard(model, **options)  # gives it a class of its own
+    type(model).__module__ = home  # by which Transformers knows its code; else initialize_weights skips some buffers
 
 
 def build_model(
@@ -646,7 +648,8 @@ def build_model(
 ) -> PreTrainedModel:
     """The model without storage, cut by the plans: tensor parallel, then FSDP. Refuses what the mesh cannot express.
 
-    Where the sequence is cut, or has documents, it runs `context_parallel_attention`, its `.attention_function`.
+    Where the sequence is cut, or has documents, it runs `context_parallel_attention`, its `.attention_function`: also
+    under tp alone, where Transformers would make masks for the tokens that it sees between the blocks.
     """
     cp, tp = (mesh["cp"].size(), mesh["tp"].size()) if mesh is not None else (1, 1)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -812,7 +815,7 @@ def build_mask(
 
 def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documents: bool = False) -> None:
     """Refuse a model whose attention `context_parallel_attention` cannot stand for: it runs one on meta, and looks."""
-    no_other = cp > 1 or has_documents  # then no tokens may be mixed by other means
+    by_attention_alone = cp > 1 or has_documents  # may tokens be mixed
     attention, describe_mask = context_parallel_attention(None, seq_len)
     AttentionMaskInterface.register("context_parallel", describe_mask)
     transformers.AttentionInterface.register("context_parallel", attention)
@@ -826,11 +829,13 @@ def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documen
             tables = {m for m in model.modules() if isinstance(m, nn.Embedding)} - {model.get_input_embeddings()}
             if any(table.padding_idx is not None for table in tables):
                 raise ValueError("positions, or other embeddings, that depend on padding")
-            if no_other and any(isinstance(module, nn.Conv1d) for module in model.modules()):
+            if by_attention_alone and any(isinstance(module, nn.Conv1d) for module in model.modules()):
                 raise ValueError("convolutions along the sequence")
             attention.positions = ids if has_documents else None
             model(input_ids=ids, position_ids=ids, attention_mask=ids + 1, use_cache=False)
-            if no_other and any(attention.callers.isdisjoint(layer.modules()) for layer in find_decoder_layers(model)):
+            if by_attention_alone and any(
+                attention.callers.isdisjoint(layer.modules()) for layer in find_decoder_layers(model)
+            ):
                 raise ValueError("layers that mix tokens by other means than attention")
     except ValueError as error:
         reason = first_line(error)
@@ -842,11 +847,13 @@ def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documen
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope,) if "rope_type" in rope else rope.values():  # of all layers, or by kinds of layers
         limit = kind.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
-        if no_other and kind.get("rope_type") in ("dynamic", "longrope") and seq_len > limit:
+        if by_attention_alone and kind.get("rope_type") in ("dynamic", "longrope") and seq_len > limit:
             # its frequencies depend on the largest position that a rank happens to hold
             reason = f"{kind['rope_type']} rotary embeddings beyond {limit} positions"
     floor = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
-    if no_other and floor is not None and seq_len >= floor:  # Llama 4 scales queries by positions that it counts itself
+    if (
+        by_attention_alone and floor is not None and seq_len >= floor
+    ):  # Llama 4 scales queries by positions that it counts itself
         reason = f"attention that is scaled by the position from {floor} tokens on"
     if reason:
         mode = "--document_mask" if has_documents else f"cp_size {cp}" if cp > 1 else "tp_size above 1"

@@ -137,13 +137,13 @@ def make_model(config):
 
 HEADER = """# Families
 
-Made by `python tests/benchmarks/families.py` with torch {torch} and transformers {transformers}, on CPU. A small model
-of each family trains 3 SGD steps in one plain process and in four meshes. *Equal*: losses, gradient norms and every full
-gradient agree to 1e-5. *Equal but for rounding*: they do not, but one process with the rows of its batches in another
-order, and eager attention, is as far from itself. *Refused* is followed by what the script says, *not built* by what
-stood in the way of a small model that trains in one process. A window, a chunk or groups of heads that a family has are
-in effect, and so is the auxiliary loss of its routers; dropout and the noise of routers are off. With dp = 1 there are
-two micro-batches.
+Made by `python tests/benchmarks/families.py` with torch {torch} and transformers {transformers}, on CPU. A small
+model of each family trains 3 SGD steps in one plain process and in four meshes. *Equal*: losses, gradient norms and
+every full gradient agree to 1e-5. *Equal but for rounding*: they do not, but one process with the rows of its batches
+in another order, and eager attention, is as far from itself. *Refused* is followed by what the script says, *not
+built* by what stood in the way of a small model that trains in one process. A window, a chunk or groups of heads that
+a family has are in effect, and so is the auxiliary loss of its routers; dropout and the noise of routers are off.
+With dp = 1 there are two micro-batches.
 
 """
 RULE = "|---|---|---|---|---|"
