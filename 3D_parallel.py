@@ -1417,7 +1417,7 @@ def export_checkpoint(path: Path, folder: Path, dtype: torch.dtype) -> None:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         tied = tied_names(model)
         tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-        file_size = max(2**25, *(tensor.nbytes for tensor in tensors.values()))
+        file_size = max(2**24, *(tensor.nbytes for tensor in tensors.values()))
         files = split_torch_state_dict_into_shards(tensors, max_shard_size=file_size)
         not_ours = shutil.ignore_patterns("*.distcp", ".metadata", MANIFEST)  # but generation config and tokenizer
         shutil.copytree(path, temporary, ignore=not_ours)

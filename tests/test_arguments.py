@@ -155,6 +155,25 @@ def test_help_lists_every_flag(script, capsys, as_rank):
     assert not missing, f"--help does not show {missing}:\n{text}"
 
 
+@pytest.mark.parametrize("cp, has_documents", [(2, False), (1, True)])
+def test_what_depends_on_positions_that_a_rank_does_not_know_is_refused(script, capsys, cp, has_documents):
+    from transformers import Gemma3TextConfig, Llama4TextConfig
+
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+    # by kinds of layers: only one of them has frequencies that depend on the largest position
+    ropes = {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+    ropes |= {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    more = {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 16}
+    configs = {
+        "dynamic rotary embeddings beyond 16": Gemma3TextConfig(**sizes, **more, rope_parameters=ropes),
+        "scaled by the position from 8 tokens on": Llama4TextConfig(**sizes, num_key_value_heads=1, floor_scale=8),
+    }
+    for reason, config in configs.items():
+        with pytest.raises(SystemExit):
+            script.check_attention(config, 32, cp, has_documents)
+        assert reason in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "family, changes", [("mistral", {"sliding_window": 16}), ("llama", {"attention_dropout": 0.1})]
 )

@@ -60,7 +60,7 @@ SIZES = {
         "hidden_dropout_prob": 0.0,
         "position_bias_num_buckets": 16,
     },
-    **{"rotary_dim": 8, "chunk_size": 8, "mamba_chunk_size": 8, "mamba_d_state": 16, "floor_scale": 8},
+    **{"rotary_dim": 8, "chunk_size": 8, "mamba_chunk_size": 8, "mamba_d_state": 16},
 }
 PER_LAYER = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
