@@ -689,9 +689,15 @@ def load_weights(
                 raise ValueError(f"they lack {lacking[0]}")
     model.to_empty(device=device)  # only this rank's shards, and garbage in them
     model.tie_weights()  # to_empty gave each name of a tied parameter a tensor of its own
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # transformers' own mark: what bears it is not initialized again
+    named = [(module, *item) for module in model.modules() for item in module.named_parameters(recurse=False)]
+    for module, name, parameter in named:  # plain ones, for some families write to them as to no DTensor
+        plain = parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+        # transformers' own mark: what bears it is not initialized again
+        plain._is_hf_initialized = parameter._is_hf_initialized = True
+        module.__dict__[name] = plain
     model.initialize_weights()  # so this fills the buffers that no file holds, such as rotary frequencies
+    for module, name, _ in named:
+        del module.__dict__[name]
     persistent = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
     for name, target in (*model.named_parameters(), *buffers) if read_weights is not None else ():
