@@ -424,6 +424,8 @@ def plan_block(block: nn.Module, own_plan: dict[str, str | None], hidden_size: i
     if any(isinstance(module, nn.ModuleList) for module in block.modules()):  # a module for each head, say
         return {}
     widths = {leaves[name].out_features for name, style in styles.items() if style == "colwise"}
+    if not planned and len(styles) == 2 and widths != {leaves[name].in_features for name in terms}:
+        kinds |= {*GATHERED.values()}  # the first of the two holds several matrices
     for name in leaves.keys() - styles.keys():
         shapes = [tuple(parameter.shape) for parameter in leaves[name].parameters(False)]
         # of linear ones, routers and the first halves of latent attention are known to do the same on all ranks
@@ -622,6 +624,8 @@ def shard_dim(parameter: nn.Parameter, tp_size: int, fsdp_size: int) -> Shard | 
 
 def apply_fsdp(model: PreTrainedModel, fsdp_mesh: DeviceMesh, *, dtype: torch.dtype, tp_size: int = 1) -> None:
     """Shard parameters, gradients and optimizer state over `fsdp_mesh`: a unit per decoder layer, one for each end."""
+    if model.config.model_type == "reformer":
+        fail("reformer has a backward of its own, which runs layers that FSDP does not see; one process would work")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     placement = functools.partial(shard_dim, tp_size=tp_size, fsdp_size=fsdp_mesh.size())
@@ -690,11 +694,10 @@ def load_weights(
     model.to_empty(device=device)  # only this rank's shards, and garbage in them
     model.tie_weights()  # to_empty gave each name of a tied parameter a tensor of its own
     named = [(module, *item) for module in model.modules() for item in module.named_parameters(recurse=False)]
-    for module, name, parameter in named:  # plain ones, for some families write to them as to no DTensor
-        plain = parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    for module, name, parameter in named:  # plain ones without data, for some families write to them as to no DTensor
+        module.__dict__[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         # transformers' own mark: what bears it is not initialized again
-        plain._is_hf_initialized = parameter._is_hf_initialized = True
-        module.__dict__[name] = plain
+        module.__dict__[name]._is_hf_initialized = parameter._is_hf_initialized = True
     model.initialize_weights()  # so this fills the buffers that no file holds, such as rotary frequencies
     for module, name, _ in named:
         del module.__dict__[name]
