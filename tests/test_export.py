@@ -86,7 +86,7 @@ def test_export_holds_a_few_tensors_only(pool, tmp_path):
 def test_a_failing_export_leaves_nothing(pool, script, tmp_path, monkeypatch, capsys):
     path = Path(pool.run(1, save_in, (1, 1, 1), str(tmp_path), make_config("llama"))[0])
 
-    def full(*args):
+    def full(*args, **options):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(script, "save_file", full)
