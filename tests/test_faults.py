@@ -528,7 +528,8 @@ def loss_is_nan_at_step_4():
     def forward_loss(model, batch):
         calls.append(1)
         is_bad = len(calls) == 4 and os.environ["RANK"] == "1"
-        return original(model, batch) * (float("nan") if is_bad else 1)
+        loss, router_logits = original(model, batch)
+        return loss * (float("nan") if is_bad else 1), router_logits
 
     script.forward_loss = forward_loss
 
