@@ -662,9 +662,9 @@ def build_model(
     attention, name = None, None
     if cp * tp > 1 or has_documents:
         check_attention(config, seq_len, cp, has_documents)
-        attention, _ = context_parallel_attention(mesh["cp"] if mesh is not None else None, seq_len)
-        name = "context_parallel"
-        transformers.AttentionInterface.register(name, attention)
+        name, cp_mesh = "context_parallel", mesh["cp"] if mesh is not None else None
+        attention = context_parallel_attention(cp_mesh, seq_len)
+        register_attention(attention)
         torch._dynamo.config.recompile_limit = 64  # FlexAttention is compiled for each chunk and each kind of mask
     with torch.device("meta"):
         own = copy.deepcopy(config)  # building a model writes its kind of attention into the config
@@ -731,24 +731,24 @@ def gather_sequence_shards(shard: Tensor, cp_mesh: DeviceMesh, dim: int) -> Tens
     return torch.cat([*chunks[0::2], *chunks[1::2][::-1]], dim)  # they come as 0, 2cp-1, 1, 2cp-2, ...
 
 
-def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> tuple[Callable, Callable]:
-    """Attention over the whole sequence, of which each rank holds two chunks; and the mask function that it needs.
+def describe_mask(mask_function: Callable, local_size: int | None = None, **kwargs) -> tuple[Callable, int | None]:
+    """Hand on what a layer can see, as a function of positions, instead of a mask, which would be of a shard's size."""
+    if kwargs["attention_mask"] is None:  # Transformers would take the positions of a shard for packed documents
+        raise ValueError("attention to which it does not hand on the attention_mask (of ones) that it is given")
+    if "allow_is_bidirectional_skip" in kwargs or not kwargs.get("allow_is_causal_skip", True):
+        raise ValueError("a mask that is not only causal")
+    return mask_function, local_size
 
-    Register both under one name, with Transformers' AttentionInterface and AttentionMaskInterface. Keys and values are
-    gathered along the sequence (they are small under grouped-query attention), queries stay, and each chunk of them
-    runs attention on what it can see: the method of Llama 3, arXiv 2407.21783, section 3.3.2. Instead of building a
-    mask, which would be of a shard's size, the mask function hands on what a layer can see, as a function of
-    positions: windows, chunks and the like. `.positions`, (B, S), keeps attention within documents: the position of
-    each token in its own one. `.callers` collects the modules that called.
+
+def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> Callable:
+    """Attention over the whole sequence, of which each rank holds two chunks; `register_attention` makes models use it.
+
+    Keys and values are gathered along the sequence (they are small under grouped-query attention), queries stay, and
+    each chunk of them runs attention on what it can see: the method of Llama 3, arXiv 2407.21783, section 3.3.2.
+    `.positions`, (B, S), keeps attention within documents: the position of each token in its own one. `.callers`
+    collects the modules that called.
     """
     cp_rank, cp_size = (cp_mesh.get_local_rank(), cp_mesh.size()) if cp_mesh is not None else (0, 1)
-
-    def describe_mask(mask_function: Callable, local_size: int | None = None, **kwargs) -> tuple[Callable, int | None]:
-        if kwargs["attention_mask"] is None:  # Transformers would take the positions of a shard for packed documents
-            raise ValueError("attention to which it does not hand on the attention_mask (of ones) that it is given")
-        if "allow_is_bidirectional_skip" in kwargs or not kwargs.get("allow_is_causal_skip", True):
-            raise ValueError("a mask that is not only causal")
-        return mask_function, local_size
 
     def attention(
         module: nn.Module,
@@ -793,7 +793,13 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> tupl
         return torch.cat(outputs, dim=1), None  # (B, S/cp, heads, D)
 
     attention.callers, attention.positions = set(), None
-    return attention, describe_mask
+    return attention
+
+
+def register_attention(attention: Callable) -> None:
+    """Let models that are built with attn_implementation "context_parallel" call this attention, with its masks."""
+    AttentionMaskInterface.register("context_parallel", describe_mask)
+    transformers.AttentionInterface.register("context_parallel", attention)
 
 
 @functools.lru_cache(maxsize=4)  # the layers of a forward share it: two chunks, two kinds of layers
@@ -824,10 +830,9 @@ def build_mask(
 
 def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documents: bool = False) -> None:
     """Refuse a model whose attention `context_parallel_attention` cannot stand for: it runs one on meta, and looks."""
-    by_attention_alone = cp > 1 or has_documents  # may tokens be mixed
-    attention, describe_mask = context_parallel_attention(None, seq_len)
-    AttentionMaskInterface.register("context_parallel", describe_mask)
-    transformers.AttentionInterface.register("context_parallel", attention)
+    by_attention_alone = cp > 1 or has_documents  # then nothing else may mix tokens
+    attention = context_parallel_attention(None, seq_len)
+    register_attention(attention)
     options = {"attn_implementation": "context_parallel", "experts_implementation": "batched_mm"}  # which runs on meta
     ids, reason = torch.zeros((1, seq_len), dtype=torch.int64, device="meta"), None
     try:
@@ -860,9 +865,8 @@ def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documen
             # its frequencies depend on the largest position that a rank happens to hold
             reason = f"{kind['rope_type']} rotary embeddings beyond {limit} positions"
     floor = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
-    if (
-        by_attention_alone and floor is not None and seq_len >= floor
-    ):  # Llama 4 scales queries by positions that it counts itself
+    if by_attention_alone and floor is not None and seq_len >= floor:
+        # Llama 4 scales queries by positions that it counts itself
         reason = f"attention that is scaled by the position from {floor} tokens on"
     if reason:
         mode = "--document_mask" if has_documents else f"cp_size {cp}" if cp > 1 else "tp_size above 1"
@@ -1498,13 +1502,13 @@ def train_step(
     # FSDP averages gradients over its mesh; the loss is a mean over labels, which need not lie evenly on the ranks
     scale, loss_sum = replicas / num_labels, torch.zeros((), device=num_labels.device)
     config, counts = model.config.get_text_config(), count_experts(model, micro_batches, mesh)
+    num_tokens = replicas * sum(batch["labels"].numel() for batch in micro_batches)
     for batch in micro_batches:
         with parallel.loss_parallel():
             loss, router_logits = forward_loss(model, batch)
             loss_sum += loss.detach()
             if counts is not None:
-                rows = len(router_logits) * replicas * sum(batch["labels"].numel() for batch in micro_batches)
-                extra = load_balancing_loss(router_logits, counts, rows) * num_labels
+                extra = load_balancing_loss(router_logits, counts, len(router_logits) * num_tokens) * num_labels
                 name = "router_aux_loss_coef" if hasattr(config, "router_aux_loss_coef") else "aux_loss_coef"
                 extra *= getattr(config, name)
                 loss_sum += extra.detach()

@@ -45,14 +45,7 @@ def make_config(family, vocab=509, tied=False, **changes):
     """A small config of a family: grouped heads where tp allows it, sizes that differ from each other, no dropout."""
     import transformers as t
 
-    classes = {
-        "llama": t.LlamaConfig,
-        "qwen2": t.Qwen2Config,
-        "qwen3": t.Qwen3Config,
-        "mistral": t.MistralConfig,
-        "phi3": t.Phi3Config,
-        "olmo2": t.Olmo2Config,
-    }
+    classes = {"llama": t.LlamaConfig, "qwen3": t.Qwen3Config, "mistral": t.MistralConfig}
     sizes = dict(
         vocab_size=vocab,
         hidden_size=64,
@@ -67,10 +60,6 @@ def make_config(family, vocab=509, tied=False, **changes):
         eos_token_id=None,
         pad_token_id=vocab * 3 // 5,  # its row of the embedding gets no gradient, and lies in the middle of a shard
     )
-    if family in ("phi3", "olmo2"):
-        del sizes["head_dim"]
-    if family == "phi3":
-        sizes["original_max_position_embeddings"] = 128
     config = classes[family](**(sizes | changes))
     return config
 
@@ -124,6 +113,15 @@ def make_optimizer(model, learning_rate, weight_decay=0.1):
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     return optimizer
+
+
+class RecordingSGD(torch.optim.SGD):
+    """SGD that keeps the gradients of its first step. Adam would hide a constant factor in all gradients."""
+
+    def step(self, closure=None):
+        if not hasattr(self, "first_grads"):
+            self.first_grads = [None if p.grad is None else p.grad.clone() for p in self.param_groups[0]["params"]]
+        return super().step(closure)
 
 
 def read_metrics(folder, name="metrics.jsonl"):

@@ -109,6 +109,7 @@ def checkpoint_activations(script):
 
 SWEPT = [
     ("equal", ALL, "gemma2 mixtral gpt_oss deepseek_v3 llama4_text stablelm gpt_neox", None),
+    ("equal", ALL, "llama qwen2 qwen3 mistral phi3 olmo2", None),  # what most people train
     ("equal", DP, "gpt2 opt bloom falcon mamba", None),
     ("equal", TP, "phi3", None),  # whose plan is broken below
     ("equal or refused", TP, "gpt2 bloom mamba", None),

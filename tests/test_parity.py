@@ -7,7 +7,16 @@ from typing import NamedTuple
 import pytest
 import reference
 import torch
-from conftest import load_script, make_batches, make_config, make_model, make_optimizer, relative, shard_model
+from conftest import (
+    RecordingSGD,
+    load_script,
+    make_batches,
+    make_config,
+    make_model,
+    make_optimizer,
+    relative,
+    shard_model,
+)
 
 
 MESHES = [
@@ -47,15 +56,6 @@ def one_process(case):
     max_norm = sum(sorted(norms)[:2]) / 2
     truth = reference.train(make_model(case_config(case)), batches, learning_rate=LEARNING_RATE, max_grad_norm=max_norm)
     return max_norm, truth
-
-
-class RecordingSGD(torch.optim.SGD):
-    """SGD that keeps the gradients of its first step. Adam would hide a constant factor in all gradients."""
-
-    def step(self, closure=None):
-        if not hasattr(self, "first_grads"):
-            self.first_grads = [p.grad.clone() for p in self.param_groups[0]["params"]]
-        return super().step(closure)
 
 
 def train_on_mesh(sizes, cases_and_norms):

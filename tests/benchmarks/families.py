@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests, for it
 import reference
 import torch
 import transformers
-from conftest import ROOT, Pool, load_script, make_batches, relative
+from conftest import ROOT, Pool, RecordingSGD, load_script, make_batches, relative
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -151,15 +151,6 @@ RULE = "|---|---|---|---|---|"
 
 class Refused(Exception):
     """What the script says instead of ending the process."""
-
-
-class RecordingSGD(torch.optim.SGD):
-    """SGD that keeps the gradients of its first step. Adam would hide a constant factor in all gradients."""
-
-    def step(self, closure=None):
-        if not hasattr(self, "first_grads"):
-            self.first_grads = [None if p.grad is None else p.grad.clone() for p in self.param_groups[0]["params"]]
-        return super().step(closure)
 
 
 def refuse(sentence):
