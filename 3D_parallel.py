@@ -65,11 +65,12 @@ from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStage
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, parallel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
@@ -208,19 +209,26 @@ def start_process_group(device: str, timeout_s: int) -> torch.device:
     return chosen
 
 
-def build_mesh(device_type: str, *, dp: int, cp: int, tp: int, timeout_s: int = 600) -> DeviceMesh:
-    """The dp x cp x tp device mesh. tp is innermost: its traffic is the most frequent, and takes the fastest links."""
-    mesh = init_device_mesh(device_type, (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))
+def build_mesh(
+    device_type: str, *, dp: int, cp: int, tp: int, dp_replicate: int = 1, timeout_s: int = 600
+) -> DeviceMesh:
+    """The dp x cp x tp device mesh. tp is innermost: its traffic is the most frequent, and takes the fastest links.
+
+    "fsdp" joins the axes that shard the parameters: dp x cp, or with `dp_replicate` (HSDP) dp_shard x cp, where dp is
+    dp_replicate x dp_shard: whole copies of the model, and the ranks that share one.
+    """
+    if dp_replicate == 1:
+        mesh, sharding = init_device_mesh(device_type, (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp")), ("dp", "cp")
+    else:
+        names, sharding = ("dp_replicate", "dp_shard", "cp", "tp"), ("dp_shard", "cp")
+        mesh = init_device_mesh(device_type, (dp_replicate, dp // dp_replicate, cp, tp), mesh_dim_names=names)
+        mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    # private, because there is no public way to join two axes; a 2-D mesh would make fully_shard replicate over dp
+    mesh[sharding]._flatten("fsdp")
     # private: the groups of a mesh have torch's own timeouts, 10 to 30 minutes, and there is no public way to set one
-    for group in (*mesh.get_all_groups(), fsdp_axis(mesh).get_group()):
+    for group in (*mesh.get_all_groups(), mesh["dp"].get_group(), mesh["fsdp"].get_group()):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     return mesh
-
-
-def fsdp_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """dp x cp as one axis; made once, then cached by the mesh."""
-    # private, because there is no public way to join two axes; a 2-D mesh would make fully_shard replicate over dp
-    return mesh["dp", "cp"]._flatten("fsdp")
 
 
 def get_rank() -> int:
@@ -239,14 +247,6 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 def host_group(timeout_s: float) -> ProcessGroup | None:
     """A gloo group of all ranks with a timeout of its own; None for one process. A collective."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if dist.is_initialized() else None
-
-
-def any_rank(here: bool) -> bool:
-    """Whether it is so on any rank. A collective, on the host."""
-    vote = torch.tensor(float(here))
-    if dist.is_initialized():
-        dist.all_reduce(vote)
-    return vote.item() > 0
 
 
 @contextlib.contextmanager
@@ -454,8 +454,8 @@ def cut_parameters(
 ) -> None:
     """Cut the parameters of a module's parts over tp; while it runs, they find plain tensors under these names.
 
-    What is not cut is the same on all ranks, but each has computed only a part of its gradient, that of its columns or
-    its tokens: a partial DTensor, which FSDP adds up over tp before its own reduce-scatter.
+    What is not cut is the same on all ranks, but each computes only a part of its gradient, that of its columns or its
+    tokens: `sum_over_tp` adds them up, once a step.
     """
     tp, places = tp_mesh.size(), []
     for part, owner in parts.items():
@@ -466,8 +466,8 @@ def cut_parameters(
             placement = Shard(0) if is_first else Shard(1) if is_row and name == "weight" else Replicate()
             cut = distribute_tensor(parameter, tp_mesh, [placement], src_data_rank=None)
             owner.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-            grad = Partial() if placement.is_replicate() else placement
-            places.append((owner, name, grad, tp if is_row and name == "bias" else 1))
+            # a replicated gradient is not so yet; were it called partial, FSDP would sum each one over tp by itself
+            places.append((owner, name, placement, tp if is_row and name == "bias" else 1))
 
     def find_plain(module: nn.Module, args: tuple) -> None:
         for owner, name, grad, share in places:
@@ -605,6 +605,29 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
             fail(f"no tensor-parallel rule covers {name} of {family}; tp_size 1 would work")
 
 
+def apply_activation_checkpointing(model: PreTrainedModel, mode: str) -> None:
+    """Keep less of each decoder layer for the backward, which computes the rest again: arXiv 1604.06174.
+
+    "full" keeps a layer's input alone; "selective" also what takes longest: attention, products, reduce-scatters.
+    """
+    aten, context = torch.ops.aten, {}
+    if mode == "selective":
+        kept = [aten.mm.default, aten.addmm.default, torch.ops._c10d_functional.reduce_scatter_tensor.default]
+        kept += [getattr(aten, name).default for name in dir(aten) if re.fullmatch(r"_scaled_dot.*attention\w*", name)]
+        kept = [operator for operator in kept if "backward" not in str(operator)]
+        context = {"context_fn": functools.partial(create_selective_checkpoint_contexts, kept)}
+    for layer in find_decoder_layers(model) if mode != "none" else []:
+        # its forward and not its call, so that FSDP's hooks stay outside
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, **context)
+
+
+def apply_compile(model: PreTrainedModel) -> None:
+    """Compile each decoder layer by itself, for the shapes that it meets; equal layers share the code."""
+    torch._dynamo.config.recompile_limit = 64  # of layers that differ, and FlexAttention's of chunks and kinds of mask
+    for layer in find_decoder_layers(model):
+        layer.forward = torch.compile(layer.forward, dynamic=False)
+
+
 def shard_dim(parameter: nn.Parameter, tp_size: int, fsdp_size: int) -> Shard | None:
     """Which dimension FSDP cuts: the first, but the second of what that would cut so that it cannot be used.
 
@@ -623,20 +646,21 @@ def shard_dim(parameter: nn.Parameter, tp_size: int, fsdp_size: int) -> Shard | 
 
 
 def apply_fsdp(model: PreTrainedModel, fsdp_mesh: DeviceMesh, *, dtype: torch.dtype, tp_size: int = 1) -> None:
-    """Shard parameters, gradients and optimizer state over `fsdp_mesh`: a unit per decoder layer, one for each end."""
+    """Shard parameters, gradients and optimizer state: a unit per decoder layer, and one for both ends of the model.
+
+    With one dimension all ranks of `fsdp_mesh` share a copy of the model. With two (HSDP, for machines with a slow
+    network in between) the first is that of the copies, over which gradients are summed after the reduce-scatter.
+    """
     if model.config.model_type == "reformer":
         fail("reformer has a backward of its own, which runs layers that FSDP does not see; one process would work")
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
-    placement = functools.partial(shard_dim, tp_size=tp_size, fsdp_size=fsdp_mesh.size())
+    placement = functools.partial(shard_dim, tp_size=tp_size, fsdp_size=fsdp_mesh.shape[-1])
     options = {"mesh": fsdp_mesh, "mp_policy": policy, "shard_placement_fn": placement}
     for layer in find_decoder_layers(model):
         fully_shard(layer, **options)
-    if head is not None and head.weight is not embedding.weight:
-        # its forward ends where the backward begins: gathering it again would be wasted
-        fully_shard(head, **options, reshard_after_forward=False)
-    # the root's unit holds the embedding, and the head if it is tied to it: torch refuses one parameter in two units
     home = type(model).__module__
+    # the root's unit holds the embedding, and the head, which is used once for each chunk of the loss: a unit of its
+    # own would be gathered, and its gradient scattered, as often
     fully_shard(model, **options)  # gives it a class of its own
     type(model).__module__ = home  # by which Transformers knows its code; else initialize_weights skips some buffers
 
@@ -649,8 +673,10 @@ def build_model(
     *,
     seq_len: int,
     has_documents: bool = False,
+    activation_checkpointing: str = "none",
+    compile: bool = False,
 ) -> PreTrainedModel:
-    """The model without storage, cut by the plans: tensor parallel, then FSDP. Refuses what the mesh cannot express.
+    """The model without storage, cut by the plans. Refuses what the mesh cannot express.
 
     Where the sequence is cut, or has documents, it runs `context_parallel_attention`, its `.attention_function`: also
     under tp alone, where Transformers would make masks for the tokens that it sees between the blocks.
@@ -665,18 +691,22 @@ def build_model(
         name, cp_mesh = "context_parallel", mesh["cp"] if mesh is not None else None
         attention = context_parallel_attention(cp_mesh, seq_len)
         register_attention(attention)
-        torch._dynamo.config.recompile_limit = 64  # FlexAttention is compiled for each chunk and each kind of mask
     with torch.device("meta"):
         own = copy.deepcopy(config)  # building a model writes its kind of attention into the config
         model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, attn_implementation=name).train()
-    if mesh is None and dtype != torch.float32:
+    model.attention_function = attention
+    if tp > 1:
+        apply_tensor_parallel(model, mesh["tp"])
+    apply_chunked_loss(model, tp)
+    apply_activation_checkpointing(model, activation_checkpointing)
+    if compile:
+        apply_compile(model)
+    if mesh is not None:
+        axes = ("dp_replicate", "fsdp") if "dp_replicate" in mesh.mesh_dim_names else ("fsdp",)
+        apply_fsdp(model, mesh[axes], dtype=dtype, tp_size=tp)
+    elif dtype != torch.float32:
         # with no FSDP to cast the weights of each layer, autocast casts them for each operator
         model.forward = torch.autocast(device, dtype)(model.forward)
-    if mesh is not None:
-        if tp > 1:
-            apply_tensor_parallel(model, mesh["tp"])
-        apply_fsdp(model, fsdp_axis(mesh), dtype=dtype, tp_size=tp)
-    model.attention_function = attention
     return model
 
 
@@ -1007,20 +1037,103 @@ def shard_batch(
 # ---- 7 loss ----------------------------------------------------------------------------------------------------------
 
 
+class ChunkedLoss(torch.autograd.Function):
+    """A loss that is summed over chunks of the sequence, each with its gradient at once: only one chunk's logits are
+    in memory at a time, and nothing is computed twice. `apply_chunked_loss` uses it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss_of: Callable[[Tensor, Tensor], Tensor],
+        hidden: Tensor,  # (B, S/tp, H)
+        labels: Tensor,  # (B, tp, S/tp)
+        num_chunks: int,
+        has_grad: bool,
+        *parameters: Tensor,
+    ) -> Tensor:
+        total, hidden_grads, sums = 0, [], [None] * len(parameters)
+        for chunk, chunk_labels in zip(hidden.chunk(num_chunks, 1), labels.chunk(num_chunks, 2)):
+            chunk = chunk.detach().requires_grad_(has_grad)
+            with torch.set_grad_enabled(has_grad), parallel.loss_parallel():
+                loss = loss_of(chunk, chunk_labels.flatten(1))
+                own, *grads = torch.autograd.grad(loss, (chunk, *parameters), allow_unused=True) if has_grad else [None]
+            total, hidden_grads = total + loss.detach(), [*hidden_grads, own]
+            for i, grad in enumerate(grads):
+                if grad is not None:  # summed in float32, whatever they are computed in
+                    sums[i] = grad.float() if sums[i] is None else sums[i].add_(grad)
+        ctx.grads = [torch.cat(hidden_grads, 1), None, None, None, *sums] if has_grad else None
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple:
+        grads, ctx.grads = ctx.grads, None
+        return None, *(grad if grad is None else grad.mul_(factor) for grad in grads)
+
+
+def apply_chunked_loss(model: PreTrainedModel, tp_size: int = 1) -> None:
+    """Let `model(..., shifted_labels=labels)` return a loss and no logits, which then never exist as a whole.
+
+    It returns the sum of the cross entropy over labels (B, S) that are not -100, in float32, and the logits of routers
+    if the config asks for them, (tokens, experts) for each layer. The decoder runs once, what follows it in the model's
+    own forward once for each of up to 16 chunks of the sequence. Under tp a chunk has a piece of each rank's tokens,
+    and the logits are a DTensor that is split over the vocabulary, and never gathered.
+    """
+    decoder, own_forward = model.get_decoder(), model.forward
+    after = [module for module in model.modules() if module not in {*decoder.modules()}]
+
+    def forward(*args: Any, shifted_labels: Tensor | None = None, **kwargs: Any) -> Any:
+        if shifted_labels is None:
+            return own_forward(*args, **kwargs)
+        run_decoder, decoded = decoder.forward, []
+
+        def logits_of(hidden: Tensor | None) -> Tensor:
+            def stand_in(*args: Any, **kwargs: Any) -> Any:
+                if not decoded:
+                    decoded.append(run_decoder(*args, **kwargs))
+                output = {name: value for name, value in decoded[0].items() if name != "router_logits"}
+                output["last_hidden_state"] = decoded[0].last_hidden_state[:, :1] if hidden is None else hidden
+                return type(decoded[0])(**output)
+
+            decoder.forward = stand_in
+            try:
+                return own_forward(*args, **kwargs).logits
+            finally:
+                del decoder.forward
+
+        def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+            logits, labels = logits.flatten(0, 1).float(), labels.flatten()
+            loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+            return loss.to_local() if isinstance(loss, DTensor) else loss
+
+        logits, has_grad = logits_of(None), torch.is_grad_enabled()  # of the first token, to run the decoder
+        if not decoded:  # the model has no such part: these are the logits of all tokens
+            return ChunkedLoss.apply(loss_of_logits, logits, shifted_labels[:, None], 1, has_grad), ()
+        hidden, labels = decoded[0].last_hidden_state, shifted_labels.unflatten(1, (tp_size, -1))
+        num_chunks = max(1, min(16, labels.numel() // 64))
+        parameters = {
+            parameter for module in after for parameter in module.parameters(False) if parameter.requires_grad
+        }
+        loss = ChunkedLoss.apply(
+            lambda chunk, labels: loss_of_logits(logits_of(chunk), labels),
+            hidden,
+            labels,
+            num_chunks,
+            has_grad,
+            *parameters,
+        )
+        return loss, decoded[0].get("router_logits") or ()
+
+    model.forward = forward
+
+
 def forward_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The sum of the cross entropy over labels that are not -100, in float32, and the logits of routers that are asked
-    for, (tokens, experts) for each layer. Use it inside `loss_parallel`."""
-    inputs = {"input_ids": batch["input_ids"]}
+    """The sum of the loss over a micro-batch of `shard_batch`, and the logits of routers; see `apply_chunked_loss`."""
+    inputs = {"input_ids": batch["input_ids"], "shifted_labels": batch["labels"], "use_cache": False}
     if model.attention_function is not None:  # else it counts positions in its own way
         # a mask of ones, or Transformers takes a shard's positions for those of packed documents
         inputs |= {"position_ids": batch["position_ids"], "attention_mask": torch.ones_like(batch["input_ids"])}
         model.attention_function.positions = batch.get("document_positions")
-    output = model(**inputs, use_cache=False)
-    # (B, S, V); under tp a DTensor that is split over the vocabulary, and never gathered
-    logits, labels = output.logits.flatten(0, 1).float(), batch["labels"].flatten()
-    loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-    has_routers = getattr(output, "aux_loss", None) is not None
-    return loss.to_local() if isinstance(loss, DTensor) else loss, output.router_logits if has_routers else ()
+    return model(**inputs)
 
 
 @torch.no_grad()
@@ -1032,14 +1145,14 @@ def count_experts(model: nn.Module, micro_batches: list[dict], mesh: DeviceMesh 
     config = model.config.get_text_config()
     if not getattr(config, "output_router_logits", False):
         return None
-    with parallel.loss_parallel():
-        routers = [logits for batch in micro_batches for logits in forward_loss(model, batch)[1]]
+    routers = [logits for batch in micro_batches for logits in forward_loss(model, batch)[1]]
     if not routers:
         return None
     chosen = torch.cat([logits.topk(config.num_experts_per_tok).indices.flatten() for logits in routers])
     counts = torch.bincount(chosen, minlength=routers[0].shape[-1])
     if mesh is not None:
-        dist.all_reduce(counts, group=fsdp_axis(mesh).get_group())
+        dist.all_reduce(counts)
+        counts //= mesh["tp"].size()  # tp ranks route the same tokens
     return counts
 
 
@@ -1469,8 +1582,20 @@ def learning_rate_of_step(step: int, peak: float, warmup_steps: int, num_train_s
 
 
 @torch.no_grad()
-def reduce_loss_and_norm(loss_sum: Tensor, model: nn.Module, mesh: DeviceMesh | None) -> tuple[Tensor, Tensor]:
-    """The loss summed over all ranks and the gradient's norm; what several hold alike counts once. One collective."""
+def sum_over_tp(parameters: Iterable[nn.Parameter], tp_mesh: DeviceMesh) -> None:
+    """Add up the gradients of parameters that tp does not cut, norms say: each rank has that of its own tokens and
+    columns. One collective for all of them, in float32, after FSDP has summed what it shards."""
+    grads = [p.grad.to_local() for p in parameters if p.grad is not None and p.placements[-1].is_replicate()]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat, group=tp_mesh.get_group())
+    parts = flat.split([grad.numel() for grad in grads])
+    torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads)])
+
+
+@torch.no_grad()
+def reduce_loss_and_norm(loss_sum: Tensor, model: nn.Module, mesh: DeviceMesh | None, stop: bool = False) -> Tensor:
+    """The loss summed over all ranks, the gradient's norm, and how many ranks want to stop: (3,) float64, the same on
+    all ranks. What several of them hold alike counts once. One collective."""
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in model.parameters():
         grad, copies = parameter.grad, 1
@@ -1481,19 +1606,25 @@ def reduce_loss_and_norm(loss_sum: Tensor, model: nn.Module, mesh: DeviceMesh | 
             by_copies.setdefault(copies, []).append(grad)
     # private, but torch's public norms have no dtype for lists, and in float32 the CPU is off by 1e-3 at 28 M elements
     norms = {copies: torch._foreach_norm(grads, 2, dtype=torch.float64) for copies, grads in by_copies.items()}
-    squares = [torch.stack(parts).square().sum() / copies for copies, parts in norms.items()]
+    square = sum((torch.stack(parts).square().sum() / copies for copies, parts in norms.items()), 0 * loss_sum.double())
     tp = mesh["tp"].size() if mesh is not None else 1
-    totals = torch.stack([loss_sum.double() / tp, sum(squares, torch.zeros_like(loss_sum, dtype=torch.float64))])
+    totals = torch.stack([loss_sum.double() / tp, square, torch.full_like(square, stop)])
     if mesh is not None:
         dist.all_reduce(totals)
-    return totals[0], totals[1].sqrt()
+    return torch.stack([totals[0], totals[1].sqrt(), totals[2]])
 
 
 def train_step(
-    model: nn.Module, optimizer: Optimizer, micro_batches: list[dict], mesh: DeviceMesh | None, max_grad_norm: float
-) -> tuple[float, float]:
-    """One optimizer step; the loss over all its labels and the norm before clipping, the same in all meshes."""
-    tp, replicas = (mesh["tp"].size(), fsdp_axis(mesh).size()) if mesh is not None else (1, 1)
+    model: nn.Module,
+    optimizer: Optimizer,
+    micro_batches: list[dict[str, Tensor]],
+    mesh: DeviceMesh | None,
+    max_grad_norm: float,
+    stop: bool = False,
+) -> Tensor:
+    """One optimizer step. Returns (3,) on the device, the same in all meshes: the loss over all labels of the step, the
+    norm before clipping, and how many ranks have `stop`. Nothing in it makes the CPU wait for the GPU."""
+    tp, replicas = (mesh["tp"].size(), mesh.size() // mesh["tp"].size()) if mesh is not None else (1, 1)
     num_labels = torch.stack([(batch["labels"] != -100).sum() for batch in micro_batches]).sum()
     if mesh is not None:
         dist.all_reduce(num_labels)
@@ -1503,25 +1634,26 @@ def train_step(
     scale, loss_sum = replicas / num_labels, torch.zeros((), device=num_labels.device)
     config, counts = model.config.get_text_config(), count_experts(model, micro_batches, mesh)
     num_tokens = replicas * sum(batch["labels"].numel() for batch in micro_batches)
-    for batch in micro_batches:
-        with parallel.loss_parallel():
-            loss, router_logits = forward_loss(model, batch)
-            loss_sum += loss.detach()
-            if counts is not None:
-                extra = load_balancing_loss(router_logits, counts, len(router_logits) * num_tokens) * num_labels
-                name = "router_aux_loss_coef" if hasattr(config, "router_aux_loss_coef") else "aux_loss_coef"
-                extra *= getattr(config, name)
-                loss_sum += extra.detach()
-                loss = loss + extra / tp  # as all of tp compute it, and their gradients are added up
-            (loss * scale).backward()
-    total, norm = reduce_loss_and_norm(loss_sum, model, mesh)
-    loss, grad_norm = torch.stack([total / num_labels, norm]).tolist()  # CPU-GPU sync
-    if math.isfinite(loss) and math.isfinite(grad_norm):  # else no weight is touched
-        if grad_norm > max_grad_norm:
-            nn.utils.clip_grads_with_norm_(model.parameters(), max_grad_norm, norm.float())
-        optimizer.step()
+    for i, batch in enumerate(micro_batches):
+        if isinstance(model, FSDPModule):  # between copies of the model gradients are summed once a step
+            model.set_requires_all_reduce(i == len(micro_batches) - 1)
+        loss, router_logits = forward_loss(model, batch)
+        loss_sum += loss.detach()
+        if counts is not None:
+            extra = load_balancing_loss(router_logits, counts, len(router_logits) * num_tokens) * num_labels
+            name = "router_aux_loss_coef" if hasattr(config, "router_aux_loss_coef") else "aux_loss_coef"
+            extra *= getattr(config, name)
+            loss_sum += extra.detach()
+            loss = loss + extra / tp  # as all of tp compute it, and their gradients are added up
+        (loss * scale).backward()
+    if tp > 1:
+        sum_over_tp(model.parameters(), mesh["tp"])
+    totals = reduce_loss_and_norm(loss_sum, model, mesh, stop)
+    totals[0] /= num_labels
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_grad_norm, totals[1].float())
+    optimizer.step()
     optimizer.zero_grad()
-    return loss, grad_norm
+    return totals
 
 
 def check_first_step(model: PreTrainedModel, mesh: DeviceMesh | None) -> None:
@@ -1550,9 +1682,7 @@ def evaluate(
         inputs, labels = read_sequences(tokens, indices, args.seq_len)
         labels[len(held_out) - start :] = -100  # the last batch is filled up with rows that have no labels
         for batch in shard(inputs, labels):
-            with parallel.loss_parallel():
-                loss, _ = forward_loss(model, batch)
-            totals += torch.stack([loss.double(), (batch["labels"] != -100).sum().double()])
+            totals += torch.stack([forward_loss(model, batch)[0].double(), (batch["labels"] != -100).sum().double()])
     if mesh is not None:
         dist.all_reduce(totals)
     model.train()
@@ -1630,7 +1760,9 @@ def train(
         lr = learning_rate_of_step(step - 1, args.learning_rate, args.warmup_steps, args.num_train_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss, grad_norm = train_step(model, optimizer, micro_batches, mesh, args.max_grad_norm)
+        stop = bool(caught) or (saving is not None and saving.done() and saving.exception() is not None)
+        totals = train_step(model, optimizer, micro_batches, mesh, args.max_grad_norm, stop)
+        loss, grad_norm, stop = totals.tolist()  # the one CPU-GPU sync of a step
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             bar.close()
             fail(f"step {step} has loss {loss} and gradient norm {grad_norm}: resume with a lower --learning_rate")
@@ -1652,9 +1784,7 @@ def train(
             bar.set_postfix_str(f"loss {loss:.4f}, norm {grad_norm:.3f}, lr {lr:.2e}, {speed}", refresh=False)
             bar.update()
 
-        # both are seen by all ranks after the same step
-        broken = saving is not None and saving.done() and saving.exception() is not None
-        stop = any_rank(bool(caught) or broken) or step == args.num_train_steps
+        stop = stop or step == args.num_train_steps
         if stop or (args.save_every and step % args.save_every == 0):
             if saving is not None:
                 saving.result()  # one save at a time; what broke it, the SystemExit of `fail`, leaves here on all ranks

@@ -48,7 +48,7 @@ def train(model, optimizer, mesh, first, last):
     for inputs, labels in make_batches(STEPS, CONFIG["vocab"])[first:last]:
         dp = mesh["dp"].size()
         micro_batches = script.shard_batch(inputs, labels, mesh, inputs.shape[0] // dp, CPU)
-        results.append(script.train_step(model, optimizer, micro_batches, mesh, max_grad_norm=MAX_NORM))
+        results.append(tuple(script.train_step(model, optimizer, micro_batches, mesh, MAX_NORM).tolist()[:2]))
     return results
 
 

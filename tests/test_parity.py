@@ -68,7 +68,7 @@ def train_on_mesh(sizes, cases_and_norms):
         for inputs, labels in make_batches(case.steps, case.vocab):
             micro_batch = min(case.micro_batch, inputs.shape[0] // sizes[0])
             micro_batches = script.shard_batch(inputs, labels, mesh, micro_batch, torch.device("cpu"))
-            loss, norm = script.train_step(model, optimizer, micro_batches, mesh, max_grad_norm=max_norm)
+            loss, norm, _ = script.train_step(model, optimizer, micro_batches, mesh, max_norm).tolist()
             losses.append(loss)
             norms.append(norm)
         names = [name for name, _ in model.named_parameters()]
@@ -128,13 +128,12 @@ def train_in_bfloat16(sizes):
     losses = []
     for inputs, labels in make_batches(4, UNTIED.vocab):
         micro_batches = script.shard_batch(inputs, labels, mesh, inputs.shape[0] // sizes[0], torch.device("cpu"))
-        losses.append(script.train_step(model, optimizer, micro_batches, mesh, 1.0)[0])
+        losses.append(script.train_step(model, optimizer, micro_batches, mesh, 1.0)[0].item())
     tensors = [*model.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
     seen, dtypes = [], {tensor.dtype for tensor in tensors}
     layer = model.model.layers[0].mlp.up_proj
     layer.register_forward_hook(lambda module, args, output: seen.append((module.weight.dtype, output.dtype)))
-    with torch.distributed.tensor.parallel.loss_parallel():
-        script.forward_loss(model, micro_batches[0])
+    script.forward_loss(model, micro_batches[0])
     return losses, seen, dtypes
 
 

@@ -70,7 +70,7 @@ def build(layers, sizes):
     optimizer = load_script().build_optimizer(model, weight_decay=0.1)
     load_script().init_optimizer_state(optimizer)
     # with the same numbers on all ranks of tp: some tensors have replicas there
-    torch.manual_seed(1 + load_script().fsdp_axis(mesh).get_local_rank())
+    torch.manual_seed(1 + mesh["fsdp"].get_local_rank())
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     for moment in moments:
         local(moment).uniform_()

@@ -174,7 +174,7 @@ def train_on_mesh(family, sizes, change=None):
         losses, norms = [], []
         for step, (inputs, labels) in enumerate(make_batches(STEPS, VOCABULARY, BATCH, SEQ_LEN)):
             micro_batches = script.shard_batch(inputs, labels, mesh, 2, cpu)  # so with dp = 1 there are two
-            loss, norm = script.train_step(model, optimizer, micro_batches, mesh, 1e9)
+            loss, norm, _ = script.train_step(model, optimizer, micro_batches, mesh, 1e9).tolist()
             if not math.isfinite(loss + norm):
                 return [loss], [norm], {}
             if step == 0:
