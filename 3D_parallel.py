@@ -223,6 +223,7 @@ def build_mesh(
         names, sharding = ("dp_replicate", "dp_shard", "cp", "tp"), ("dp_shard", "cp")
         mesh = init_device_mesh(device_type, (dp_replicate, dp // dp_replicate, cp, tp), mesh_dim_names=names)
         mesh["dp_replicate", "dp_shard"]._flatten("dp")
+        warnings.filterwarnings("ignore", "Slicing a flattened dim")  # which the mesh of `apply_fsdp` takes
     # private, because there is no public way to join two axes; a 2-D mesh would make fully_shard replicate over dp
     mesh[sharding]._flatten("fsdp")
     # private: the groups of a mesh have torch's own timeouts, 10 to 30 minutes, and there is no public way to set one
@@ -779,6 +780,10 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> Call
     collects the modules that called.
     """
     cp_rank, cp_size = (cp_mesh.get_local_rank(), cp_mesh.size()) if cp_mesh is not None else (0, 1)
+    chunks = (cp_rank, 2 * cp_size - 1 - cp_rank) if cp_size > 1 else (0,)
+    length = seq_len // (2 * cp_size) if cp_size > 1 else seq_len
+    # made here, because activation checkpointing and compile cannot make them
+    lower_right = {chunk: causal_lower_right(length, (chunk + 1) * length) for chunk in chunks}
 
     def attention(
         module: nn.Module,
@@ -801,15 +806,18 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> Call
         is_plain &= all(kwargs.get(name) is None for name in ("softcap", "s_aux")) and attention.positions is None
         key_value = torch.cat([key, value], dim=-1)  # (B, kv heads, S/cp, both D)
         key_value = gather_sequence_shards(key_value, cp_mesh, dim=2) if cp_size > 1 else key_value
-        chunks = (cp_rank, 2 * cp_size - 1 - cp_rank) if cp_size > 1 else (0,)
-        length, outputs = query.shape[2] // len(chunks), []
+        outputs = []
         for chunk, q in zip(chunks, query.split(length, dim=2)):
             begin, end = chunk * length, (chunk + 1) * length
             first = max(0, begin - local_size + 1) if local_size else 0  # what lies before is not computed on
             k, v = key_value[:, :, first:end].split([key.shape[-1], value.shape[-1]], dim=-1)
             if is_plain:
+                mask = None  # on CUDA a kernel knows what is masked, on the CPU the layers share one mask
+                if begin > 0:
+                    ranges = (begin, end), (0, end)
+                    mask = lower_right[chunk] if q.is_cuda else build_mask(can_see, None, *ranges, q.device, q.dtype)
                 options = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1], "dropout_p": dropout}
-                output = F.scaled_dot_product_attention(q, k, v, causal_lower_right(length, end), **options)
+                output = F.scaled_dot_product_attention(q, k, v, mask, is_causal=begin == 0, **options)
                 outputs.append(output.transpose(1, 2))
                 continue
             # masks, caps and sinks as Transformers has them: FlexAttention, which never has the whole mask in memory,

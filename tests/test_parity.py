@@ -58,11 +58,11 @@ def one_process(case):
     return max_norm, truth
 
 
-def train_on_mesh(sizes, cases_and_norms):
+def train_on_mesh(sizes, cases_and_norms, options=None):
     """Runs on each rank. For each case: losses, norms, and on rank 0 the full gradients of the first step by name."""
     script, results = load_script(), []
     for case, max_norm in cases_and_norms:
-        model, mesh = shard_model(make_model(case_config(case)), sizes)
+        model, mesh = shard_model(make_model(case_config(case)), sizes, **(options or {}))
         optimizer = RecordingSGD(model.parameters(), lr=LEARNING_RATE)
         losses, norms = [], []
         for inputs, labels in make_batches(case.steps, case.vocab):
@@ -91,9 +91,10 @@ def compare(by_rank, case, sizes):
         assert error < TOLERANCE, f"{where}: the gradient of {name} is off by {error:.1e} relative"
 
 
-def run_and_compare(pool, sizes, cases):
+def run_and_compare(pool, sizes, cases, options=None):
     cases = [case for case in cases if case.kv_heads % sizes[2] == 0]
-    by_rank = pool.run(math.prod(sizes), train_on_mesh, sizes, [(case, one_process(case)[0]) for case in cases])
+    cases_and_norms = [(case, one_process(case)[0]) for case in cases]
+    by_rank = pool.run(math.prod(sizes), train_on_mesh, sizes, cases_and_norms, options)
     for i, case in enumerate(cases):
         compare([results[i] for results in by_rank], case, sizes)
     return len(cases)
@@ -102,6 +103,20 @@ def run_and_compare(pool, sizes, cases):
 @pytest.mark.parametrize("sizes", MESHES, ids=lambda s: "dp{}-cp{}-tp{}".format(*s))
 def test_every_mesh(pool, sizes):
     assert run_and_compare(pool, sizes, [UNTIED, TIED]) >= 1
+
+
+OPTIONS = [  # each in the mesh dp, cp, tp
+    ((2, 2, 2), {"activation_checkpointing": "full"}),
+    ((2, 2, 2), {"activation_checkpointing": "selective", "dp_replicate": 2}),
+    ((4, 1, 2), {"dp_replicate": 2}),
+    ((1, 2, 1), {"compile": True}),
+    ((1, 1, 2), {"compile": True, "activation_checkpointing": "selective"}),
+]
+
+
+@pytest.mark.parametrize("sizes, options", OPTIONS, ids=str)
+def test_every_option(pool, sizes, options):
+    run_and_compare(pool, sizes, [UNTIED, TIED], options)
 
 
 def test_clipping_clips_some_steps():
