@@ -534,6 +534,23 @@ def split_block(block: nn.Module, styles: dict[str, str], num_heads: int, tp_mes
     summed.register_forward_hook(scatter, with_kwargs=True)
 
 
+def split_embedding(embedding: nn.Embedding, tp_mesh: DeviceMesh) -> None:
+    """Split the vocabulary over tp. Takes all tokens, (B, S), and returns this rank's of the sequence, (B, S/tp, H)."""
+    # not RowwiseParallel, whose backward has a gradient of the whole vocabulary on each rank
+    rows = -(-embedding.num_embeddings // tp_mesh.size())
+    first, padding, own_forward = rows * tp_mesh.get_local_rank(), embedding.padding_idx, embedding.forward
+
+    def forward(ids: Tensor) -> Tensor:
+        is_own = (ids >= first) & (ids < first + rows)
+        hidden = own_forward((ids - first).where(is_own, 0)).masked_fill(~is_own[..., None], 0)
+        if padding is not None:  # whose row has no gradient
+            hidden = hidden.detach().where((ids == padding)[..., None], hidden)
+        return redistribute(hidden, tp_mesh, Partial(), Shard(1))
+
+    cut_parameters(embedding, {"": embedding}, {"": "colwise"}, tp_mesh)
+    embedding.padding_idx, embedding.forward = None, forward
+
+
 def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
     """Split the model's matrices over tp, and the sequence between its blocks.
 
@@ -549,8 +566,7 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
     if noisy := [name for name, value in config.to_dict().items() if "jitter" in name and value]:
         fail(f"the routers of {family} have {noisy[0]}, and would differ between tp ranks; tp_size 1 would work")
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    style = parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-    parallel.parallelize_module(embedding, tp_mesh, style)
+    split_embedding(embedding, tp_mesh)
     style = parallel.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
     parallel.parallelize_module(head, tp_mesh, style)
 
