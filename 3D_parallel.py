@@ -56,7 +56,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from safetensors.torch import save_file  # comes with transformers
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -223,9 +223,9 @@ def build_mesh(
         names, sharding = ("dp_replicate", "dp_shard", "cp", "tp"), ("dp_shard", "cp")
         mesh = init_device_mesh(device_type, (dp_replicate, dp // dp_replicate, cp, tp), mesh_dim_names=names)
         mesh["dp_replicate", "dp_shard"]._flatten("dp")
-        warnings.filterwarnings("ignore", "Slicing a flattened dim")  # which the mesh of `apply_fsdp` takes
     # private, because there is no public way to join two axes; a 2-D mesh would make fully_shard replicate over dp
     mesh[sharding]._flatten("fsdp")
+    warnings.filterwarnings("ignore", "Slicing a flattened dim")  # as mesh["fsdp"] does
     # private: the groups of a mesh have torch's own timeouts, 10 to 30 minutes, and there is no public way to set one
     for group in (*mesh.get_all_groups(), mesh["dp"].get_group(), mesh["fsdp"].get_group()):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
@@ -341,13 +341,18 @@ def load_config_and_tokenizer(model_name: str) -> tuple[PreTrainedConfig, PreTra
     return config, tokenizer
 
 
-def read_full_model(source: str, config: PreTrainedConfig, is_random: bool, seed: int) -> PreTrainedModel:
-    """The whole model on the CPU in float32, with trained or seeded random weights. Raises ValueError if some lack."""
-    config = copy.deepcopy(config)  # see build_model
-    if is_random:
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+def find_folder(source: str, group: ProcessGroup | None) -> Path:
+    """The folder of a model's weights: itself, or where the first rank of this machine has put what the hub has."""
+    options = {"allow_patterns": ["model*.safetensors*"], "local_files_only": int(os.environ.get("LOCAL_RANK", 0)) > 0}
+    with on_all_ranks(f"the weights of {source} cannot be downloaded", group):
+        if not Path(source).is_dir() and not options["local_files_only"]:
+            snapshot_download(source, **options)
+    return Path(source) if Path(source).is_dir() else Path(snapshot_download(source, **options))
+
+
+def read_full_model(source: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """The whole trained model on the CPU in float32. Raises ValueError if the weights lack some of it."""
+    options = {"config": copy.deepcopy(config), "dtype": torch.float32, "output_loading_info": True}
     model, info = AutoModelForCausalLM.from_pretrained(source, **options)
     if missing := info["missing_keys"]:
         raise ValueError(f"they lack {len(missing)} tensors, {min(missing)} among them")
@@ -641,6 +646,7 @@ def apply_activation_checkpointing(model: PreTrainedModel, mode: str) -> None:
 def apply_compile(model: PreTrainedModel) -> None:
     """Compile each decoder layer by itself, for the shapes that it meets; equal layers share the code."""
     torch._dynamo.config.recompile_limit = 64  # of layers that differ, and FlexAttention's of chunks and kinds of mask
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for layer in find_decoder_layers(model):
         layer.forward = torch.compile(layer.forward, dynamic=False)
 
@@ -727,38 +733,103 @@ def build_model(
     return model
 
 
-def load_weights(
-    model: nn.Module, device: torch.device, read_weights: Callable | None, source: str, group: ProcessGroup | None
-) -> None:
-    """Give a cut model storage and weights: rank 0 reads all on the CPU and sends one tensor at a time, of which each
-    rank cuts its shard. With None nobody reads any. A collective."""
-    full_tensors = {}
-    with on_all_ranks(f"the weights of {source} cannot be loaded", group):
-        if read_weights is not None and get_rank() == 0:
-            full_tensors = read_weights().state_dict()
-            if lacking := sorted({name for name, _ in model.named_parameters()} - full_tensors.keys()):
-                raise ValueError(f"they lack {lacking[0]}")
-    model.to_empty(device=device)  # only this rank's shards, and garbage in them
+def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Give a cut model storage, garbage in its parameters, and the right values in buffers that no file holds."""
+    model.to_empty(device=device)  # only this rank's shards
     model.tie_weights()  # to_empty gave each name of a tied parameter a tensor of its own
     named = [(module, *item) for module in model.modules() for item in module.named_parameters(recurse=False)]
     for module, name, parameter in named:  # plain ones without data, for some families write to them as to no DTensor
         module.__dict__[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         # transformers' own mark: what bears it is not initialized again
         module.__dict__[name]._is_hf_initialized = parameter._is_hf_initialized = True
-    model.initialize_weights()  # so this fills the buffers that no file holds, such as rotary frequencies
+    model.initialize_weights()  # so this fills the buffers only, such as rotary frequencies
     for module, name, _ in named:
         del module.__dict__[name]
+
+
+@torch.no_grad()
+def copy_from_rank(source: int, full: Tensor | None, target: Tensor) -> None:
+    """Copy a whole tensor, which rank `source` alone has, into what each rank holds of it. A collective."""
+    device = target.device
+    full = (
+        torch.empty(target.shape, dtype=target.dtype, device=device) if full is None else full.to(device, target.dtype)
+    )
+    if dist.is_initialized():
+        dist.broadcast(full.contiguous(), src=source)
+    if isinstance(target, DTensor):
+        # src_data_rank=None: each rank cuts its own shard, nothing more is sent
+        full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(full)
+
+
+def init_weights(model: PreTrainedModel, config: PreTrainedConfig, seed: int) -> None:
+    """Random weights as Transformers draws them, the same in every mesh. A collective.
+
+    One decoder layer at a time is whole, on one rank that draws it and sends it to the others; the ranks take turns.
+    """
+    rank, ranks = get_rank(), dist.get_world_size() if dist.is_initialized() else 1
+    with torch.device("meta"):
+        twin = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).train()  # never cut
+    prefixes = {module: f"{name}." if name else "" for name, module in twin.named_modules()}
+    units = [[*layer.modules()] for layer in find_decoder_layers(twin)]
+    units.append([*prefixes.keys() - {module for unit in units for module in unit}])
+    targets = dict(model.named_parameters())
+    for i, unit in enumerate(units):
+        owner = i % ranks
+        if owner == rank:
+            torch.manual_seed(seed + 1_000_003 * i)
+            for module in prefixes:
+                module._is_hf_initialized = module not in unit  # transformers' own mark, as above
+            for module in unit:
+                module.to_empty(device="cpu", recurse=False)
+            twin.initialize_weights()
+        for module in sorted(unit, key=prefixes.get):
+            for name, full in module.named_parameters(recurse=False):
+                if (target := targets.get(prefixes[module] + name)) is not None:  # None: the other name of a tied one
+                    copy_from_rank(owner, full if owner == rank else None, target)
+            module.to_empty(device="meta", recurse=False)
+
+
+def read_safetensors(model: PreTrainedModel, folder: Path) -> bool:
+    """Read what each rank holds straight from a folder's safetensors; False if they need a conversion. A collective.
+
+    That is so where names or shapes are not the model's, or values are not plain floating-point numbers: then nothing
+    is read, and Transformers has to load the folder.
+    """
+    failed, tied, saved = f"the weights in {folder} cannot be loaded", tied_names(model), {}
+    state = {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in tied}
+    with on_all_ranks(failed):
+        files = {path.name for path in folder.glob("*.safetensors")}
+        if (index := folder / "model.safetensors.index.json").is_file():
+            expected = {*json.loads(index.read_text())["weight_map"].values()}
+        else:
+            expected = {"model.safetensors"}
+        if files == expected:  # not also other copies of the weights, of which the reader would take both
+            reader = dcp.HuggingFaceStorageReader(str(folder))
+            saved = reader.read_metadata().state_dict_metadata
+    plain = (torch.float32, torch.bfloat16, torch.float16)
+    fits = {name: tuple(t.shape) for name, t in state.items()}.items() <= {
+        (name, tuple(entry.size)) for name, entry in saved.items() if entry.properties.dtype in plain
+    } and saved.keys() <= state.keys() | tied.keys()
+    if not all(gather_objects(fits)):
+        return False
+    with on_all_ranks(failed):
+        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    return True
+
+
+def send_weights(model: nn.Module, read_weights: Callable, source: str, group: ProcessGroup | None) -> None:
+    """The general way: rank 0 reads the whole model on the CPU and sends one tensor at a time. A collective."""
+    full_tensors = {}
+    with on_all_ranks(f"the weights of {source} cannot be loaded", group):
+        if get_rank() == 0:
+            full_tensors = read_weights().state_dict()
+            if lacking := sorted({name for name, _ in model.named_parameters()} - full_tensors.keys()):
+                raise ValueError(f"they lack {lacking[0]}")
     persistent = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
-    for name, target in (*model.named_parameters(), *buffers) if read_weights is not None else ():
-        full = full_tensors.pop(name) if get_rank() == 0 else torch.empty(target.shape, device=device)
-        full = full.to(device=device, dtype=target.dtype)
-        if dist.is_initialized():
-            dist.broadcast(full, src=0)
-        if isinstance(target, DTensor):
-            # src_data_rank=None: each rank cuts its own shard, nothing more is sent
-            full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
-        target.detach().copy_(full)
+    for name, target in (*model.named_parameters(), *buffers):
+        copy_from_rank(0, full_tensors.pop(name, None), target)
 
 
 # ---- 5 attention: sequence shards, context-parallel attention --------------------------------------------------------
@@ -1886,8 +1957,11 @@ def main(argv: list[str]) -> None:
     tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer, slow_group)
     num_sequences, held_out = split_data(len(tokens), args)
     is_random = args.from_scratch or (source == "tiny" and args.init_from is None)
-    read_weights = functools.partial(read_full_model, source, config, is_random, args.seed)
-    load_weights(model, device, None if is_checkpoint else read_weights, source, slow_group)
+    fill_buffers(model, device)
+    if is_random and not is_checkpoint:
+        init_weights(model, config, args.seed)
+    elif not is_checkpoint and not read_safetensors(model, find_folder(source, slow_group)):
+        send_weights(model, functools.partial(read_full_model, source, config), source, slow_group)
     if args.model_name != "tiny":
         with contextlib.suppress(OSError):  # most models have one; it goes along into each checkpoint
             model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)

@@ -287,7 +287,8 @@ def wrapped_layers(sizes, folder):
     plain, optimizer, _ = build(sizes)
     plain_path = save(f"{folder}/plain", plain, optimizer, sizes, step=1).result()
     model = script.build_model(config, mesh, "cpu", torch.float32, seq_len=32)
-    script.load_weights(model, CPU, lambda: make_model(config), "the test", None)
+    script.fill_buffers(model, CPU)
+    script.send_weights(model, lambda: make_model(config), "the test", None)
     layers = model.model.layers
     layers[0] = checkpoint_wrapper(layers[0])
     layers[0].compile(backend="eager")

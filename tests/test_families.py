@@ -47,7 +47,8 @@ def build(config, sizes, has_documents=False):
     script.fail = families.refuse
     mesh = script.build_mesh("cpu", dp=dp, cp=cp, tp=tp) if sizes != ONE else None
     model = script.build_model(config, mesh, "cpu", torch.float32, seq_len=S, has_documents=has_documents)
-    script.load_weights(model, CPU, lambda: source, "the test", None)
+    script.fill_buffers(model, CPU)
+    script.send_weights(model, lambda: source, "the test", None)
     return model, mesh
 
 
@@ -96,15 +97,15 @@ def forget_windows(script):
 
 
 def checkpoint_activations(script):
-    load_weights = script.load_weights
+    send_weights = script.send_weights
 
     def load_and_wrap(model, *args):
-        load_weights(model, *args)
+        send_weights(model, *args)
         layers = {*script.find_decoder_layers(model)}
         for name, layer in [(name, module) for name, module in model.named_modules() if module in layers]:
             model.set_submodule(name, checkpoint_wrapper(layer))
 
-    script.load_weights = load_and_wrap
+    script.send_weights = load_and_wrap
 
 
 SWEPT = [

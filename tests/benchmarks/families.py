@@ -169,7 +169,8 @@ def train_on_mesh(family, sizes, change=None):
     try:
         mesh = script.build_mesh("cpu", dp=dp, cp=cp, tp=tp)
         model = script.build_model(make_config(family), mesh, "cpu", torch.float32, seq_len=SEQ_LEN)
-        script.load_weights(model, cpu, lambda: source, family, None)
+        script.fill_buffers(model, cpu)
+        script.send_weights(model, lambda: source, family, None)
         optimizer = RecordingSGD(model.parameters(), lr=LEARNING_RATE)
         losses, norms = [], []
         for step, (inputs, labels) in enumerate(make_batches(STEPS, VOCABULARY, BATCH, SEQ_LEN)):
