@@ -31,6 +31,7 @@ import shutil
 import signal
 import sys
 import sysconfig
+import tempfile
 import time
 import uuid
 import warnings
@@ -51,6 +52,7 @@ for package, lowest, below in (("torch", (2, 11), (2, 16)), ("transformers", (5,
 
 import filelock  # comes with torch
 import numpy as np
+import tokenizers  # comes with transformers
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -136,24 +138,21 @@ def fail(sentence: str) -> NoReturn:
 def parse_arguments(argv: list[str]) -> Config:
     """Read the flags, fill in the mesh from TP_SIZE, DP_SIZE, CP_SIZE and WORLD_SIZE, and refuse what cannot work."""
     parser = transformers.HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.error = fail
-    env = os.environ.get
+    parser.error, env = fail, os.environ.get
     parser.set_defaults(tp_size=env("TP_SIZE") or 1, dp_size=env("DP_SIZE") or None, cp_size=env("CP_SIZE") or 1)
     args = Config(**vars(parser.parse_args(argv)))
-    world_size = int(env("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
-    if args.dp_size is None:
-        args.dp_size = max(1, world_size // max(1, args.tp_size * args.cp_size))
-    if args.learning_rate is None:
-        args.learning_rate = 4e-3 if args.model_name == "tiny" else 5e-5
-    from_1 = "tp_size cp_size dp_size seq_len global_batch_size micro_batch_size num_train_steps timeout keep_last"
-    from_0 = "learning_rate weight_decay warmup_steps max_grad_norm seed save_every eval_every"
-    for name, lowest in {**dict.fromkeys(from_1.split(), 1), **dict.fromkeys(from_0.split(), 0)}.items():
-        if (value := getattr(args, name)) is not None and not lowest <= value < 2**63:
+    from_1 = "tp_size dp_size cp_size seq_len global_batch_size micro_batch_size num_train_steps keep_last timeout"
+    for name, value in vars(args).items():
+        lowest = 1 if name in from_1.split() else 0
+        if isinstance(value, int | float) and not lowest <= value < 2**63:
             fail(f"--{name} {value} must be at least {lowest}, and below 2**63")
     if args.max_grad_norm == 0:
         fail("--max_grad_norm 0 would erase every gradient; a large value such as 1e9 turns clipping off")
     if args.init_from is not None and args.from_scratch:
         fail(f"--init_from {args.init_from} and --from_scratch exclude each other; give one of them")
+    if args.learning_rate is None:
+        args.learning_rate = 4e-3 if args.model_name == "tiny" else 5e-5
+    world_size = int(env("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
     if args.export_dir is not None:
         folder = Path(args.export_dir)
         if world_size > 1 or args.resume == "never":
@@ -163,24 +162,24 @@ def parse_arguments(argv: list[str]) -> Config:
             fail(f"--export_dir {folder} exists already; give a new directory")
         return args
 
-    tp, dp, cp = args.tp_size, args.dp_size, args.cp_size
+    tp, cp = args.tp_size, args.cp_size
+    dp = args.dp_size = args.dp_size or max(1, world_size // (tp * cp))
     if (needed := tp * dp * cp) != world_size:
         there = "is 1" if world_size == 1 else f"are {world_size}"
         works = f"launch with --nproc_per_node {needed}"
         fail(f"tp_size {tp} x dp_size {dp} x cp_size {cp} needs {needed} processes, but there {there}; {works}")
-    args.global_batch_size = args.global_batch_size or math.ceil(8 / dp) * dp
-    if args.global_batch_size % dp:
-        works = math.ceil(args.global_batch_size / dp) * dp
-        fail(f"--global_batch_size {args.global_batch_size} does not divide by dp_size {dp}; {works} would work")
-    share = args.global_batch_size // dp
+    batch = args.global_batch_size = args.global_batch_size or math.ceil(8 / dp) * dp
+    if batch % dp:
+        fail(f"--global_batch_size {batch} does not divide by dp_size {dp}; {math.ceil(batch / dp) * dp} would work")
+    share = batch // dp
     args.micro_batch_size = args.micro_batch_size or share
     if share % args.micro_batch_size:
         works = ", ".join(str(n) for n in range(1, share + 1) if share % n == 0)
         fail(f"--micro_batch_size {args.micro_batch_size} does not divide a rank's {share} sequences; use {works}")
     # under cp a rank holds two chunks of the sequence, and tp cuts what a rank holds once more
     unit = math.lcm(2 * cp if cp > 1 else 1, cp * tp)
-    if args.seq_len % unit:
-        works = " or ".join(str(n * unit) for n in (args.seq_len // unit, args.seq_len // unit + 1) if n)
+    if rest := args.seq_len % unit:
+        works = " or ".join(str(n) for n in (args.seq_len - rest, args.seq_len - rest + unit) if n)
         fail(f"--seq_len {args.seq_len} does not divide by {unit} (cp_size {cp}, tp_size {tp}); {works} would work")
     return args
 
@@ -190,18 +189,16 @@ def parse_arguments(argv: list[str]) -> Config:
 
 def start_process_group(device: str, timeout_s: int) -> torch.device:
     """Choose this rank's device and, when launched by torchrun, join the process group: gloo, or NCCL and gloo."""
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    chosen, backend, options = torch.device("cpu"), "gloo", {"timeout": timedelta(seconds=timeout_s)}
     if device == "cuda" and not torch.cuda.is_available():
         fail("--device cuda, but this machine has no GPU that torch can use; --device cpu would work")
-    if device == "cpu" or not torch.cuda.is_available():
-        chosen, backend = torch.device("cpu"), "gloo"
-    else:
-        if local_size > (gpus := torch.cuda.device_count()):
-            fail(f"{local_size} ranks on a machine with {gpus} GPUs: start one rank a GPU, or add --device cpu")
-        chosen, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+    if device != "cpu" and torch.cuda.is_available():
+        if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > (gpus := torch.cuda.device_count()):
+            fail(f"{ranks} ranks on a machine with {gpus} GPUs: start one rank a GPU, or add --device cpu")
+        chosen, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(chosen)
+        options["device_id"] = chosen
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        options = {"timeout": timedelta(seconds=timeout_s), "device_id": chosen if chosen.type == "cuda" else None}
         store, rank, size = next(dist.rendezvous("env://", timeout=options["timeout"]))
         # torchrun keeps its store over a restart, and with it the addresses of dead ranks
         store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -279,16 +276,15 @@ def open_output_dir(output_dir: Path) -> filelock.BaseFileLock:
     with on_all_ranks(failed):
         if get_rank() == 0:
             output_dir.mkdir(parents=True, exist_ok=True)
-            probe.write_text("all machines must see this file")
             try:
                 lock.acquire(blocking=False)
             except filelock.Timeout:
                 raise OSError("another run is writing to it") from None
             except NotImplementedError:
                 print(f"{output_dir} is on a file system without locks: let no other run write there", flush=True)
-    with on_all_ranks(failed):
-        if not probe.exists():
-            raise OSError("it is not the same directory on all machines")
+            probe.write_text("all machines must see this file")
+    if not all(gather_objects(os.path.exists(probe))):
+        fail(f"{failed}: it is not the same directory on all machines")
     probe.unlink(missing_ok=True)
     return lock
 
@@ -315,8 +311,6 @@ def tiny_config() -> transformers.LlamaConfig:
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
     """A tokenizer whose tokens are the 256 bytes, and one that ends a document."""
-    import tokenizers  # comes with transformers
-
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -324,21 +318,41 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
 
 
-def load_config_and_tokenizer(model_name: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+def load_config_and_tokenizer(model_name: str, has_documents: bool) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
     """The model's config and tokenizer, from the script itself, a folder, or the hub."""
     if model_name == "tiny":
         return tiny_config(), byte_tokenizer()
     works = "give 'tiny', a model's folder, or a hub id that can be reached"
-    with on_all_ranks(f"the config of --model_name {model_name} cannot be read, {works}"):
+    with on_all_ranks(f"the tokenizer or config of --model_name {model_name} cannot be read, {works}"):
         config = transformers.AutoConfig.from_pretrained(model_name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         fail(f"--model_name {model_name} is a {config.model_type}, which Transformers does not list as a causal LM")
-    with on_all_ranks(f"the tokenizer of --model_name {model_name} cannot be read, {works}"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
     vocab_size, tokens = config.get_text_config().vocab_size, max(tokenizer.get_vocab().values()) + 1
     if tokens > vocab_size:
         fail(f"the tokenizer of {model_name} has {tokens} tokens, more than its vocab_size {vocab_size}")
+    if has_documents and tokenizer.eos_token_id in (None, *tokenizer("a")["input_ids"][:1]):
+        fail(f"--document_mask needs a token that only ends documents, and that of {model_name} has none")
     return config, tokenizer
+
+
+def find_weights(args: Config, config: PreTrainedConfig, path: Path | None) -> tuple[str, str]:
+    """Where the weights come from, `path` if that is given, and what they are: "checkpoint", "random" or "trained".
+
+    A collective."""
+    source = str(path or args.init_from or args.model_name)
+    is_checkpoint = (Path(source) / ".metadata").is_file() and (path is not None or not args.from_scratch)
+    if path is None and is_checkpoint and (Path(source) / MANIFEST).is_file():
+        find_checkpoint(source, Path(args.output_dir), 0, args.verify_checksums)  # refuses it if it is damaged
+    if args.init_from == source and ((Path(source) / "config.json").is_file() or not is_checkpoint):
+        with on_all_ranks(f"--init_from {source} is no checkpoint, and no folder or hub id of such a model"):
+            other = transformers.AutoConfig.from_pretrained(source)
+            for key in ("model_type", "num_hidden_layers", "tie_word_embeddings"):  # these fit in silence, but wrongly
+                if (there := getattr(other, key, None)) != (here := getattr(config, key, None)):
+                    raise ValueError(f"its {key} is {there}, that of --model_name {args.model_name} {here}")
+    if is_checkpoint:
+        return source, "checkpoint"
+    return source, "random" if args.from_scratch or (source == "tiny" and args.init_from is None) else "trained"
 
 
 def find_folder(source: str, group: ProcessGroup | None) -> Path:
@@ -1005,26 +1019,25 @@ def read_documents(dataset_name: str, text_column: str) -> tuple[str, Iterator[l
     """Open a text dataset: its fingerprint, batches of texts, their number, and whether each text is a document."""
     import datasets  # 1 s, and only one rank of a machine needs it
 
-    is_document = True
-    if Path(dataset_name).is_file() and Path(dataset_name).stat().st_size == 0:
+    path, builders = Path(dataset_name), {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+    is_document = path.suffix != ".txt"  # else a line, so that a file of any size streams; all are one document
+    if path.is_file() and path.stat().st_size == 0:
         raise ValueError("it is empty")
     if dataset_name == "stdlib":
-        folder = Path(sysconfig.get_paths()["stdlib"])
-        texts = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.py"))]
-        data, text_column = datasets.Dataset.from_dict({"text": texts}), "text"
-    elif Path(dataset_name).suffix == ".txt":
-        # lines, in batches, so that a file of any size streams; together they are one document
-        data = datasets.load_dataset("text", data_files=dataset_name, split="train", keep_linebreaks=True)
-        text_column, is_document = "text", False
-    elif kind := {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(dataset_name).suffix):
-        data = datasets.load_dataset(kind, data_files=dataset_name, split="train")
-    elif Path(dataset_name).is_file():
-        raise ValueError("the name of a file must end in .txt, .jsonl, .json or .parquet")
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+        data = datasets.Dataset.from_dict({text_column: texts})
+    elif builder := builders.get(path.suffix):
+        options = {} if is_document else {"keep_linebreaks": True}
+        data = datasets.load_dataset(builder, data_files=dataset_name, split="train", **options)
+    elif path.is_file():
+        raise ValueError(f"the name of a file must end in one of {', '.join(builders)}")
     else:
         data = datasets.load_dataset(dataset_name, split="train")
-    if text_column not in data.column_names:
-        raise ValueError(f"it has no column {text_column}, but {', '.join(data.column_names)}; see --text_column")
-    batches = (batch[text_column] for batch in data.iter(batch_size=1000))
+    column = text_column if is_document else "text"
+    if column not in data.column_names:
+        raise ValueError(f"it has no column {column}, but {', '.join(data.column_names)}; see --text_column")
+    batches = (batch[column] for batch in data.iter(batch_size=1000))
     # private, but there is no public name for what the library itself uses to tell two datasets apart
     return data._fingerprint, batches, math.ceil(len(data) / 1000), is_document
 
@@ -1036,27 +1049,25 @@ def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedT
     fingerprint, batches, total, is_document = read_documents(dataset_name, text_column)
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())) + repr(tokenizer.init_kwargs) + repr(tokenizer)
     key = hashlib.sha256(f"1 {fingerprint} {text_column} {vocabulary}".encode()).hexdigest()[:32]
-    dtype = np.uint16 if max(tokenizer.get_vocab().values()) < 2**16 else np.uint32
-    path = Path(datasets.config.HF_DATASETS_CACHE) / "3d_parallel" / f"{key}.{np.dtype(dtype).name}"
+    dtype = "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32"
+    path = Path(datasets.config.HF_DATASETS_CACHE) / "3d_parallel" / f"{key}.{dtype}"
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{uuid.uuid4().hex}")
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None and is_document else []
-    try:
-        with partial.open("wb") as file:
-            for texts in tqdm(batches, total=total, desc="tokenizing", unit="batch"):
-                texts = [text for text in texts if text] if is_document else ["".join(texts)]
-                # not verbose: a document longer than the model's context is no fault, it is cut into sequences
-                tokens = tokenizer(texts, add_special_tokens=is_document, verbose=False)["input_ids"] if texts else []
-                for ids in tokens:
-                    file.write(np.asarray(ids if ids[-1:] == end else ids + end, dtype=dtype).tobytes())
-        if partial.stat().st_size == 0:
+    # in a folder beside it, so that under its name there is either nothing or all of it
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder, (Path(folder) / path.name).open("wb") as file:
+        for texts in tqdm(batches, total=total, desc="tokenizing", unit="batch"):
+            texts = [text for text in texts if text] if is_document else ["".join(texts)]
+            # not verbose: a document longer than the model's context is no fault, it is cut into sequences
+            tokens = tokenizer(texts, add_special_tokens=is_document, verbose=False)["input_ids"] if texts else []
+            for ids in tokens:
+                file.write(np.asarray(ids if ids[-1:] == end else ids + end, dtype=dtype).tobytes())
+        if file.tell() == 0:
             raise ValueError("it has no text")
-        flush(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+        file.flush()
+        os.fsync(file.fileno())
+        os.replace(file.name, path)
     return path
 
 
@@ -1064,12 +1075,12 @@ def prepare_tokens(
     dataset_name: str, text_column: str, tokenizer: PreTrainedTokenizerBase, group: ProcessGroup | None = None
 ) -> np.ndarray:
     """Tokenize once per machine; return all tokens as a read-only array on disk. A collective over `group`."""
-    path, works = None, "give 'stdlib', a .txt, .jsonl or .parquet file, or a hub id that can be reached"
+    path, local_rank = None, int(os.environ.get("LOCAL_RANK", 0))
+    works = "give 'stdlib', a .txt, .jsonl or .parquet file, or a hub id that can be reached"
     with on_all_ranks(f"--dataset_name {dataset_name} cannot be read, {works}", group):
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        if local_rank == 0:
             path = str(tokenize_to_file(dataset_name, text_column, tokenizer))
-    # this machine's path: its first rank is the nearest one at or below this rank that has a path
-    path = next(p for p in reversed(gather_objects(path, group)[: get_rank() + 1]) if p)
+    path = gather_objects(path, group)[get_rank() - local_rank]  # that of this machine's first rank
     return np.memmap(path, mode="r", dtype=path.rsplit(".", 1)[-1])
 
 
@@ -1805,9 +1816,8 @@ def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path
         import wandb  # 3 s, and only here
 
         mode = ("online" if wandb.login(prompt=False, verify=False) else "offline") if mode == "auto" else mode
-        settings = wandb.Settings(init_timeout=60, silent=True)
-        options = {"id": run_id, "resume": "allow", "mode": mode, "dir": str(output_dir), "settings": settings}
-        return wandb.init(project="3D_parallel", config=config, **options)
+        options = {"id": run_id, "resume": "allow", "mode": mode, "dir": str(output_dir), "config": config}
+        return wandb.init(project="3D_parallel", **options, settings=wandb.Settings(init_timeout=60, silent=True))
     except Exception as error:
         print(f"wandb is off: {first_line(error)}", flush=True)
         return None
@@ -1816,9 +1826,8 @@ def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path
 def resume_command(args: Config, argv: list[str], num_train_steps: int) -> str:
     """The command that goes on from this run's last checkpoint, up to `num_train_steps`."""
     replaced = r" --(resume|init[_-]from|num[_-]train[_-]steps|[tdc]p[_-]size)[ =]('[^']*'|\S+)"
-    kept = re.sub(replaced, "", "".join(f" {shlex.quote(word)}" for word in argv))
-    launcher = os.environ.get("LAUNCHED_AS")
-    if not launcher:
+    kept = re.sub(replaced, "", " " + shlex.join(argv))
+    if not (launcher := os.environ.get("LAUNCHED_AS")):
         processes, script = os.environ.get("LOCAL_WORLD_SIZE"), shlex.quote(sys.argv[0])
         launcher = f"torchrun --standalone --nproc_per_node {processes} {script}" if processes else f"python {script}"
         launcher += f" --tp_size {args.tp_size} --dp_size {args.dp_size} --cp_size {args.cp_size}"
@@ -1915,9 +1924,9 @@ def main(argv: list[str]) -> None:
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what DCP tells one process
     if args.export_dir is not None:
         none = f"--export_dir needs a checkpoint, and --output_dir {output_dir} has none; --resume PATH names one"
-        found = find_checkpoint(args.resume, output_dir, 0, args.verify_checksums) or fail(none)
-        export_checkpoint(found[0], Path(args.export_dir), getattr(torch, args.export_dtype))
-        return print(f"Transformers folder: {args.export_dir}, of {found[0]}, step {found[1]['step']}", flush=True)
+        path, about = find_checkpoint(args.resume, output_dir, 0, args.verify_checksums) or fail(none)
+        export_checkpoint(path, Path(args.export_dir), getattr(torch, args.export_dtype))
+        return print(f"Transformers folder: {args.export_dir}, of {path}, step {about['step']}", flush=True)
 
     # 2: process group, mesh, output directory; 8: where the run begins
     device = start_process_group(args.device, args.timeout)
@@ -1932,23 +1941,11 @@ def main(argv: list[str]) -> None:
         print(f"the steps to come see other data than an unbroken run: {', '.join(changed)} changed", flush=True)
 
     # 3, 5, 4: config, tokenizer, attention, and the model as it is cut, still without storage
-    config, tokenizer = load_config_and_tokenizer(args.model_name)
+    config, tokenizer = load_config_and_tokenizer(args.model_name, args.document_mask)
     if origin.get("model_type", config.model_type) != config.model_type:
         fail(f"{path} holds a {origin['model_type']}, but --model_name {args.model_name} is a {config.model_type}")
-    source = str(path or args.init_from or args.model_name)
-    is_checkpoint = (Path(source) / ".metadata").is_file() and (path is not None or not args.from_scratch)
-    if path is None and is_checkpoint and (Path(source) / MANIFEST).is_file():
-        find_checkpoint(source, output_dir, 0, args.verify_checksums)  # refuses it if it is damaged
-    if args.init_from == source and ((Path(source) / "config.json").is_file() or not is_checkpoint):
-        with on_all_ranks(f"--init_from {source} is no checkpoint, and no folder or hub id of such a model"):
-            other = transformers.AutoConfig.from_pretrained(source)
-            for key in ("model_type", "num_hidden_layers", "tie_word_embeddings"):  # these fit in silence, but wrongly
-                if (there := getattr(other, key, None)) != (here := getattr(config, key, None)):
-                    raise ValueError(f"its {key} is {there}, that of --model_name {args.model_name} {here}")
+    source, kind = find_weights(args, config, path)
     check_family(config.model_type, sizes)
-    document_end = tokenizer.eos_token_id if args.document_mask else None
-    if args.document_mask and (document_end is None or document_end in tokenizer("a")["input_ids"][:1]):
-        fail(f"--document_mask needs a token that only ends documents, and that of {args.model_name} has none")
     options = {"seq_len": args.seq_len, "has_documents": args.document_mask}
     model = build_model(config, mesh, device.type, getattr(torch, args.dtype), **options)
 
@@ -1956,11 +1953,10 @@ def main(argv: list[str]) -> None:
     slow_group = host_group(timeout_s=2 * 86400)  # while one rank reads, downloads or tokenizes
     tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer, slow_group)
     num_sequences, held_out = split_data(len(tokens), args)
-    is_random = args.from_scratch or (source == "tiny" and args.init_from is None)
     fill_buffers(model, device)
-    if is_random and not is_checkpoint:
+    if kind == "random":
         init_weights(model, config, args.seed)
-    elif not is_checkpoint and not read_safetensors(model, find_folder(source, slow_group)):
+    elif kind == "trained" and not read_safetensors(model, find_folder(source, slow_group)):
         send_weights(model, functools.partial(read_full_model, source, config), source, slow_group)
     if args.model_name != "tiny":
         with contextlib.suppress(OSError):  # most models have one; it goes along into each checkpoint
@@ -1973,7 +1969,7 @@ def main(argv: list[str]) -> None:
     if path is not None:
         same_mesh = all(origin.get(key) == value for key, value in {**sizes, "device": device.type}.items())
         load_checkpoint(path, model, optimizer, rng_device=device if same_mesh else None)
-    elif is_checkpoint:
+    elif kind == "checkpoint":
         load_checkpoint(Path(source), model)
 
     # 9: train, save
@@ -1986,19 +1982,20 @@ def main(argv: list[str]) -> None:
         background = thread, stager, host_group(args.timeout)
     options = {"tokenizer": tokenizer, "keep_last": args.keep_last, "background": background}
     save = functools.partial(save_checkpoint, output_dir, model, optimizer, **options)
+    document_end = tokenizer.eos_token_id if args.document_mask else None
     options = {"micro_batch_size": args.micro_batch_size, "document_end": document_end, "device": device}
     shard = functools.partial(shard_batch, mesh=mesh, **options)
-    saved = train(model, optimizer, tokens, num_sequences, held_out, args, mesh, shard, train_state, save)
+    path = train(model, optimizer, tokens, num_sequences, held_out, args, mesh, shard, train_state, save) or path
     if dist.is_initialized():
         dist.destroy_process_group()
     else:
-        with on_all_ranks(f"the checkpoint is {saved or path}, but {output_dir / 'model'} cannot be written"):
+        with on_all_ranks(f"the checkpoint is {path}, but {output_dir / 'model'} cannot be written"):
             model.save_pretrained(output_dir / "model")
             tokenizer.save_pretrained(output_dir / "model")
         print(f"Transformers folder: {output_dir / 'model'}", flush=True)
     if is_main:
         step, last = train_state["step"], args.num_train_steps
-        print(f"{'stopped by a signal, ' * (step < last)}checkpoint of step {step}: {saved or path}", flush=True)
+        print(f"{'stopped by a signal, ' * (step < last)}checkpoint of step {step}: {path}", flush=True)
         print(f"go on with: {resume_command(args, argv, last if step < last else 2 * step)}", flush=True)
 
 
