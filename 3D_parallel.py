@@ -35,6 +35,7 @@ import tempfile
 import time
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -61,18 +62,23 @@ import transformers
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from safetensors.torch import save_file  # comes with transformers
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # private, but named in torch's documentation
 from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, parallel
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
@@ -102,6 +108,7 @@ class Config:
     tp_size: int | None = flag(None, "tensor-parallel ranks; default: $TP_SIZE, or 1")
     dp_size: int | None = flag(None, "data-parallel ranks; default: $DP_SIZE, or what tp and cp leave")
     cp_size: int | None = flag(None, "context-parallel ranks; default: $CP_SIZE, or 1")
+    dp_replicate_size: int = flag(1, "of the dp ranks, groups that each hold a whole copy of the model (HSDP)")
     # training
     global_batch_size: int | None = flag(None, "sequences in a step, over all ranks; default: 8, or what dp divides")
     micro_batch_size: int | None = flag(None, "sequences in one forward of one rank; default: all of its share")
@@ -110,6 +117,8 @@ class Config:
     weight_decay: float = flag(0.1, "AdamW weight decay, on matrices only; on resume the flag holds")
     warmup_steps: int = flag(20, "steps of linear warm-up; a cosine to zero follows")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm")
+    activation_checkpointing: Literal["none", "selective", "full"] = flag("none", "what of each layer to compute twice")
+    compile: bool = flag(False, "compile each decoder layer")
     seed: int = flag(0, "seed of the initial weights, of the order of the data and of dropout")
     eval_every: int = flag(0, "evaluate on held-out data (1 %%, at most 256 sequences) every so many steps; 0: never")
     # files, machine
@@ -124,6 +133,10 @@ class Config:
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = flag("auto", "auto: online where there is a key")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: CUDA where there is a GPU")
     timeout: int = flag(600, "seconds after which a collective that some rank does not join ends the run")
+    profile: bool = flag(False, "write a trace, and on CUDA a memory snapshot, of steps 3 to 5 to output_dir/profile")
+    dry_run: bool = flag(False, "only print what a rank of this mesh would need; takes one process, and no GPU")
+    world_size: int = flag(1, "with --dry_run: the number of ranks to plan for")
+    device_memory: float = flag(80.0, "with --dry_run: the GiB of a GPU")
 
 
 def fail(sentence: str) -> NoReturn:
@@ -142,6 +155,7 @@ def parse_arguments(argv: list[str]) -> Config:
     parser.set_defaults(tp_size=env("TP_SIZE") or 1, dp_size=env("DP_SIZE") or None, cp_size=env("CP_SIZE") or 1)
     args = Config(**vars(parser.parse_args(argv)))
     from_1 = "tp_size dp_size cp_size seq_len global_batch_size micro_batch_size num_train_steps keep_last timeout"
+    from_1 += " dp_replicate_size world_size"
     for name, value in vars(args).items():
         lowest = 1 if name in from_1.split() else 0
         if isinstance(value, int | float) and not lowest <= value < 2**63:
@@ -153,6 +167,9 @@ def parse_arguments(argv: list[str]) -> Config:
     if args.learning_rate is None:
         args.learning_rate = 4e-3 if args.model_name == "tiny" else 5e-5
     world_size = int(env("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+    if args.dry_run and world_size > 1:
+        fail(f"--dry_run takes one process, but there are {world_size}; --world_size is for the ranks to plan for")
+    world_size = args.world_size if args.dry_run else world_size
     if args.export_dir is not None:
         folder = Path(args.export_dir)
         if world_size > 1 or args.resume == "never":
@@ -166,8 +183,11 @@ def parse_arguments(argv: list[str]) -> Config:
     dp = args.dp_size = args.dp_size or max(1, world_size // (tp * cp))
     if (needed := tp * dp * cp) != world_size:
         there = "is 1" if world_size == 1 else f"are {world_size}"
-        works = f"launch with --nproc_per_node {needed}"
+        works = f"--world_size {needed} would work" if args.dry_run else f"launch with --nproc_per_node {needed}"
         fail(f"tp_size {tp} x dp_size {dp} x cp_size {cp} needs {needed} processes, but there {there}; {works}")
+    if dp % args.dp_replicate_size:
+        works = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
+        fail(f"--dp_replicate_size {args.dp_replicate_size} does not divide dp_size {dp}; {works} would work")
     batch = args.global_batch_size = args.global_batch_size or math.ceil(8 / dp) * dp
     if batch % dp:
         fail(f"--global_batch_size {batch} does not divide by dp_size {dp}; {math.ceil(batch / dp) * dp} would work")
@@ -318,22 +338,30 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
 
 
-def load_config_and_tokenizer(model_name: str, has_documents: bool) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """The model's config and tokenizer, from the script itself, a folder, or the hub."""
+def load_config(model_name: str) -> PreTrainedConfig:
+    """The model's config, from the script itself, a folder, a file, or the hub."""
     if model_name == "tiny":
-        return tiny_config(), byte_tokenizer()
+        return tiny_config()
     works = "give 'tiny', a model's folder, or a hub id that can be reached"
-    with on_all_ranks(f"the tokenizer or config of --model_name {model_name} cannot be read, {works}"):
+    with on_all_ranks(f"the config of --model_name {model_name} cannot be read, {works}"):
         config = transformers.AutoConfig.from_pretrained(model_name)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         fail(f"--model_name {model_name} is a {config.model_type}, which Transformers does not list as a causal LM")
+    return config
+
+
+def load_tokenizer(model_name: str, config: PreTrainedConfig, has_documents: bool) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; refused if it does not go with the config."""
+    if model_name == "tiny":
+        return byte_tokenizer()
+    with on_all_ranks(f"the tokenizer of --model_name {model_name} cannot be read"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
     vocab_size, tokens = config.get_text_config().vocab_size, max(tokenizer.get_vocab().values()) + 1
     if tokens > vocab_size:
         fail(f"the tokenizer of {model_name} has {tokens} tokens, more than its vocab_size {vocab_size}")
     if has_documents and tokenizer.eos_token_id in (None, *tokenizer("a")["input_ids"][:1]):
         fail(f"--document_mask needs a token that only ends documents, and that of {model_name} has none")
-    return config, tokenizer
+    return tokenizer
 
 
 def find_weights(args: Config, config: PreTrainedConfig, path: Path | None) -> tuple[str, str]:
@@ -570,13 +598,19 @@ def split_embedding(embedding: nn.Embedding, tp_mesh: DeviceMesh) -> None:
     embedding.padding_idx, embedding.forward = None, forward
 
 
+def split_head(head: nn.Linear, tp_mesh: DeviceMesh) -> None:
+    """Split the output head over the vocabulary. Takes (B, S/tp, H), returns (B, S, V/tp), which is never gathered."""
+    cut_parameters(head, {"": head}, {"": "colwise"}, tp_mesh)
+    head.register_forward_pre_hook(lambda module, args: redistribute(args[0], tp_mesh, Shard(1), Replicate()))
+
+
 def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
     """Split the model's matrices over tp, and the sequence between its blocks.
 
     Between blocks each rank holds (B, S/tp, H): sequence parallelism, Korthikanti et al., arXiv 2205.05198. A block is
     a child of a layer that mixes tokens or widens them: attention, MLP, experts. It gathers the sequence once, its
-    last projection reduces and scatters it again. The logits stay split over the vocabulary, as a DTensor for
-    `loss_parallel`. Afterwards every parameter is a DTensor on `tp_mesh`. A model that tp cannot split is refused.
+    last projection reduces and scatters it again. The logits stay split over the vocabulary. Afterwards every parameter
+    is a DTensor on `tp_mesh`. A model that tp cannot split is refused.
     """
     tp, config, names = tp_mesh.size(), model.config.get_text_config(), {m: n for n, m in model.named_modules()}
     family, head, embedding = config.model_type, model.get_output_embeddings(), model.get_input_embeddings()
@@ -586,8 +620,7 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
         fail(f"the routers of {family} have {noisy[0]}, and would differ between tp ranks; tp_size 1 would work")
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     split_embedding(embedding, tp_mesh)
-    style = parallel.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
-    parallel.parallelize_module(head, tp_mesh, style)
+    split_head(head, tp_mesh)
 
     sizes = {} if head.bias is None else {"biases of the output head": head.out_features}  # what tp must divide
     done, is_split, layers = {embedding, head}, False, find_decoder_layers(model)
@@ -734,7 +767,7 @@ def build_model(
     model.attention_function = attention
     if tp > 1:
         apply_tensor_parallel(model, mesh["tp"])
-    apply_chunked_loss(model, tp)
+    apply_chunked_loss(model, mesh["tp"] if tp > 1 else None)
     apply_activation_checkpointing(model, activation_checkpointing)
     if compile:
         apply_compile(model)
@@ -883,8 +916,9 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> Call
     cp_rank, cp_size = (cp_mesh.get_local_rank(), cp_mesh.size()) if cp_mesh is not None else (0, 1)
     chunks = (cp_rank, 2 * cp_size - 1 - cp_rank) if cp_size > 1 else (0,)
     length = seq_len // (2 * cp_size) if cp_size > 1 else seq_len
-    # made here, because activation checkpointing and compile cannot make them
-    lower_right = {chunk: causal_lower_right(length, (chunk + 1) * length) for chunk in chunks}
+    lower_right = {chunk: causal_lower_right(1, 2) for chunk in chunks}  # made here: under compile they cannot be
+    for chunk, bias in lower_right.items():  # their constructor would take memory for twice what they mask
+        bias.seq_len_q, bias.seq_len_kv = length, (chunk + 1) * length
 
     def attention(
         module: nn.Module,
@@ -1160,7 +1194,7 @@ class ChunkedLoss(torch.autograd.Function):
         total, hidden_grads, sums = 0, [], [None] * len(parameters)
         for chunk, chunk_labels in zip(hidden.chunk(num_chunks, 1), labels.chunk(num_chunks, 2)):
             chunk = chunk.detach().requires_grad_(has_grad)
-            with torch.set_grad_enabled(has_grad), parallel.loss_parallel():
+            with torch.set_grad_enabled(has_grad):
                 loss = loss_of(chunk, chunk_labels.flatten(1))
                 own, *grads = torch.autograd.grad(loss, (chunk, *parameters), allow_unused=True) if has_grad else [None]
             total, hidden_grads = total + loss.detach(), [*hidden_grads, own]
@@ -1176,15 +1210,36 @@ class ChunkedLoss(torch.autograd.Function):
         return None, *(grad if grad is None else grad.mul_(factor) for grad in grads)
 
 
-def apply_chunked_loss(model: PreTrainedModel, tp_size: int = 1) -> None:
+def sum_cross_entropy(logits: Tensor, labels: Tensor, tp_mesh: DeviceMesh | None, vocab_size: int) -> Tensor:
+    """The sum of the cross entropy over labels (N,) that are not -100, in float32.
+
+    Logits are (N, V), under tp this rank's (N, V/tp): then ranks exchange the highest logit of each token, and with one
+    more call the sum of the exponents and the logit of the label. Megatron-LM, arXiv 1909.08053, section 3.
+    """
+    logits = logits.float()
+    if tp_mesh is None:
+        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    highest = logits.detach().amax(dim=-1)
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=tp_mesh.get_group())
+    labels_here = labels - -(-vocab_size // tp_mesh.size()) * tp_mesh.get_local_rank()
+    is_here = (labels_here >= 0) & (labels_here < logits.shape[-1])
+    chosen = logits.gather(-1, labels_here.where(is_here, 0)[:, None]).squeeze(-1).masked_fill(~is_here, 0)
+    parts = torch.stack([(logits - highest[:, None]).exp().sum(dim=-1), chosen])
+    # each rank goes on with the sums, so that the gradient of a part is that of its sum
+    sums = DTensor.from_local(parts, tp_mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+    exponents, chosen = sums.to_local(grad_placements=[Replicate()])
+    return (exponents.log() + highest - chosen).masked_fill(labels == -100, 0).sum()
+
+
+def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None) -> None:
     """Let `model(..., shifted_labels=labels)` return a loss and no logits, which then never exist as a whole.
 
-    It returns the sum of the cross entropy over labels (B, S) that are not -100, in float32, and the logits of routers
-    if the config asks for them, (tokens, experts) for each layer. The decoder runs once, what follows it in the model's
-    own forward once for each of up to 16 chunks of the sequence. Under tp a chunk has a piece of each rank's tokens,
-    and the logits are a DTensor that is split over the vocabulary, and never gathered.
+    It returns `sum_cross_entropy` of labels (B, S), and the logits of routers if the config asks for them, (tokens,
+    experts) for each layer. The decoder runs once, what follows it in the model's own forward once for each of up to 16
+    chunks of the sequence. Under tp a chunk has a piece of each rank's tokens.
     """
-    decoder, own_forward = model.get_decoder(), model.forward
+    decoder, own_forward, tp = model.get_decoder(), model.forward, 1 if tp_mesh is None else tp_mesh.size()
+    vocab_size = model.get_output_embeddings().out_features if tp > 1 else 0
     after = [module for module in model.modules() if module not in {*decoder.modules()}]
 
     def forward(*args: Any, shifted_labels: Tensor | None = None, **kwargs: Any) -> Any:
@@ -1206,26 +1261,19 @@ def apply_chunked_loss(model: PreTrainedModel, tp_size: int = 1) -> None:
             finally:
                 del decoder.forward
 
-        def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
-            logits, labels = logits.flatten(0, 1).float(), labels.flatten()
-            loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-            return loss.to_local() if isinstance(loss, DTensor) else loss
+        def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+            return sum_cross_entropy(logits.flatten(0, 1), labels.flatten(), tp_mesh, vocab_size)
 
         logits, has_grad = logits_of(None), torch.is_grad_enabled()  # of the first token, to run the decoder
         if not decoded:  # the model has no such part: these are the logits of all tokens
-            return ChunkedLoss.apply(loss_of_logits, logits, shifted_labels[:, None], 1, has_grad), ()
-        hidden, labels = decoded[0].last_hidden_state, shifted_labels.unflatten(1, (tp_size, -1))
+            return ChunkedLoss.apply(loss_of, logits, shifted_labels[:, None], 1, has_grad), ()
+        hidden, labels = decoded[0].last_hidden_state, shifted_labels.unflatten(1, (tp, -1))
         num_chunks = max(1, min(16, labels.numel() // 64))
         parameters = {
             parameter for module in after for parameter in module.parameters(False) if parameter.requires_grad
         }
         loss = ChunkedLoss.apply(
-            lambda chunk, labels: loss_of_logits(logits_of(chunk), labels),
-            hidden,
-            labels,
-            num_chunks,
-            has_grad,
-            *parameters,
+            lambda chunk, labels: loss_of(logits_of(chunk), labels), hidden, labels, num_chunks, has_grad, *parameters
         )
         return loss, decoded[0].get("router_logits") or ()
 
@@ -1762,6 +1810,49 @@ def train_step(
     return totals
 
 
+# what a GPU can do in bfloat16, FLOP/s without sparsity, from the makers' data sheets
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "MI300X": 1307e12}
+
+
+def flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
+    """Forward and backward for a token: PaLM, arXiv 2204.02311, appendix B, with half of the attention for causality.
+
+    6 for each parameter that a token meets (of the experts those it takes, of the embedding none), and in each layer
+    6 x (heads x head size) x seq_len. What is computed twice to save memory does not count.
+    """
+    config = model.config.get_text_config()
+    heads, hidden = getattr(config, "num_attention_heads", 0), model.get_input_embeddings().embedding_dim
+    width = heads * (getattr(config, "head_dim", None) or hidden // max(1, heads))
+    share = getattr(config, "num_experts_per_tok", None) or 1
+    met = 0 if model.get_output_embeddings() is None else model.get_output_embeddings().weight.numel()
+    for layer in find_decoder_layers(model):
+        for module in layer.modules():
+            size = sum(parameter.numel() for parameter in module.parameters(False))
+            met += size * share / next(module.parameters(False)).shape[0] if is_experts(module) else size
+        met += width * seq_len
+    return 6 * met
+
+
+def start_profiler(folder: Path, device: torch.device) -> torch.profiler.profile:
+    """Call `.step()` after each step: the third to the fifth go into trace_rank<r>.json, for ui.perfetto.dev, and on
+    CUDA what was allocated into memory_rank<r>.pickle, for pytorch.org/memory_viz."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=200_000)  # private, but it is the documented way
+
+    def write(profiler: torch.profiler.profile) -> None:
+        folder.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"trace_rank{get_rank()}.json"))
+        if device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(folder / f"memory_rank{get_rank()}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1), on_trace_ready=write
+    )
+    profiler.start()
+    return profiler
+
+
 def check_first_step(model: PreTrainedModel, mesh: DeviceMesh | None) -> None:
     """Refuse a model whose layers did not all run the attention over the whole sequence, or that is not all cut."""
     family, layers, attention = model.config.model_type, find_decoder_layers(model), model.attention_function
@@ -1823,6 +1914,119 @@ def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path
         return None
 
 
+class Meter(TorchDispatchMode):
+    """Counts what operators do inside of it: floating-point operations, bytes in memory, and collectives.
+
+    `.flops`, `.peak` (bytes, those of `tensors` included), and `.collectives`: (calls, bytes) by the group's name and
+    the operator; the bytes are those of the whole tensor, before it is scattered or after it is gathered.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        super().__init__()
+        self.flops, self.now, self.peak = 0, 0, 0
+        self.sizes: dict[int, int] = {}  # of the storages that are alive
+        self.collectives: dict[tuple[str, str], tuple[int, int]] = {}
+        for tensor in tensors:
+            self.hold(tensor)
+
+    def __enter__(self) -> "Meter":
+        self.resize = resize = torch.UntypedStorage.resize_
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:  # how FSDP frees what it has gathered
+            if storage._cdata in self.sizes:
+                self.count(storage._cdata, size)
+            return resize(storage, size)
+
+        torch.UntypedStorage.resize_ = resize_and_count
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self.resize
+        super().__exit__(*error)
+
+    def count(self, key: int, size: int) -> None:
+        self.now += size - self.sizes.get(key, 0)
+        self.sizes[key], self.peak = size, max(self.peak, self.now)
+
+    def hold(self, tensor: Tensor) -> None:
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        if storage._cdata not in self.sizes:
+            self.count(storage._cdata, storage.nbytes())
+            weakref.finalize(storage, lambda key: self.count(key, 0) or self.sizes.pop(key), storage._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            return NotImplemented  # it comes back here with the tensors inside
+        result, kwargs = func(*args, **(kwargs or {})), kwargs or {}
+        values = tree_leaves((result, args, kwargs))
+        if func.overloadpacket in flop_registry:
+            self.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+        elif "flash_attention_for_cpu" in str(func):  # which torch does not count
+            shapes = [value.shape for value in args[:4] if isinstance(value, Tensor)]
+            self.flops += (sdpa_backward_flop_count if "backward" in str(func) else sdpa_flop_count)(*shapes)
+        if "c10d" in func.namespace and "wait" not in str(func):
+            names = [value for value in values if isinstance(value, str)]  # of the reduction, then of the group
+            if not names:
+                groups = [value for value in values if isinstance(value, torch.ScriptObject)]
+                names = [
+                    ProcessGroup.unbox(group).group_name for group in groups if "ProcessGroup" in str(group._type())
+                ]
+            key = names[-1], func.overloadpacket.__name__.strip("_")
+            calls, size = self.collectives.get(key, (0, 0))
+            largest = max(value.nbytes for value in values if isinstance(value, Tensor))
+            self.collectives[key] = calls + 1, size + largest
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.hold(tensor)
+        return result
+
+
+def dry_run(args: Config, config: PreTrainedConfig) -> None:
+    """Print what the first rank of a mesh would need for a step, without the mesh: a process group that moves nothing,
+    and tensors that have sizes and no data. On GPUs attention is taken to run in a kernel that makes no mask."""
+    warnings.filterwarnings("ignore")
+    dist.init_process_group("fake", rank=0, world_size=args.world_size)
+    sizes = {"dp": args.dp_size, "cp": args.cp_size, "tp": args.tp_size}
+    mesh = build_mesh("cpu", **sizes, dp_replicate=args.dp_replicate_size)
+    options = {"has_documents": args.document_mask, "activation_checkpointing": args.activation_checkpointing}
+    model = build_model(config, mesh, "cpu", getattr(torch, args.dtype), seq_len=args.seq_len, **options)
+    if args.device != "cpu":
+        globals()["build_mask"] = lambda *ranges_and_kind: None
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fill_buffers(model, torch.device("cpu"))
+        optimizer = build_optimizer(model, args.weight_decay)
+        init_optimizer_state(optimizer)
+        tokens = torch.zeros((args.global_batch_size, args.seq_len), dtype=torch.int64)
+        batches = shard_batch(tokens, tokens, mesh, args.micro_batch_size, torch.device("cpu"))
+        moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        held = [*model.parameters(), *model.buffers(), *moments, *(t for batch in batches for t in batch.values())]
+        step = functools.partial(train_step, model, optimizer, batches, mesh, args.max_grad_norm)
+        step()  # it also makes tensors of global shapes, by which DTensor finds out what it keeps for later steps
+        with Meter(held) as meter:
+            step()
+        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in model.parameters()]
+        parameters = sum(tensor.nbytes for tensor in local)
+        state = sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in moments)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    whole = 12 * total + 4 * len(local)  # as it lies in a checkpoint: weights, two moments and steps, in float32
+    step_tokens, model_flops = args.global_batch_size * args.seq_len, flops_per_token(model, args.seq_len)
+    groups = {mesh[axis].get_group().group_name: axis for axis in (*mesh.mesh_dim_names, "fsdp")}
+    gib = 2**30
+    print(f"one rank of {args.world_size}: {sizes}, {config.model_type}, {total:,} parameters, {args.dtype}")
+    print(
+        f"tokens a step: {step_tokens:,}, in micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size}"
+    )
+    print(f"memory, GiB: parameters {parameters / gib:.3f}, gradients {parameters / gib:.3f}, ", end="")
+    print(f"optimizer {state / gib:.3f}, activations {max(0, meter.peak - 2 * parameters - state) / gib:.3f}")
+    verdict = "fits" if meter.peak / gib <= args.device_memory else "does not fit"
+    print(f"peak: {meter.peak / gib:.3f} GiB, which {verdict} into --device_memory {args.device_memory:g}")
+    print(f"a step: {meter.flops:.4g} flop of this rank, {model_flops * step_tokens:.4g} of the model")
+    print(f"checkpoint: {whole / gib:.3f} GiB, {whole / gib / args.world_size:.3f} a rank")
+    for (group, operator), (calls, size) in sorted(meter.collectives.items()):
+        print(f"{groups.get(group, 'all ranks'):>12} {operator:<28}{calls:>8,} calls {size / gib:>10.4f} GiB a step")
+    dist.destroy_process_group()
+
+
 def resume_command(args: Config, argv: list[str], num_train_steps: int) -> str:
     """The command that goes on from this run's last checkpoint, up to `num_train_steps`."""
     replaced = r" --(resume|init[_-]from|num[_-]train[_-]steps|[tdc]p[_-]size)[ =]('[^']*'|\S+)"
@@ -1855,12 +2059,22 @@ def train(
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda signum, frame: caught.append(signum))
     saving: Future | None = None  # the last save, perhaps still in flight
+    device, ranks = next(model.parameters()).device, args.tp_size * args.dp_size * args.cp_size
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    peak_flops = next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+    model_flops, step_tokens = flops_per_token(model, args.seq_len), args.global_batch_size * args.seq_len
+    profiler = start_profiler(output_dir / "profile", device) if args.profile else None
+
+    def load_batch(step: int) -> list[dict[str, Tensor]]:
+        indices = sequences_of_step(num_sequences, args.seed, step - 1, args.global_batch_size)
+        return shard(*read_sequences(tokens, indices, args.seq_len))
+
+    loader = ThreadPoolExecutor(1)  # makes the batch of the next step ready during this one
+    batch = loader.submit(load_batch, first_step)
     bar = tqdm(total=args.num_train_steps, initial=first_step - 1, disable=not is_main, unit="step")
     for step in range(first_step, args.num_train_steps + 1):
-        started = time.perf_counter()
-        indices = sequences_of_step(num_sequences, args.seed, step - 1, args.global_batch_size)
-        inputs, labels = read_sequences(tokens, indices, args.seq_len)
-        micro_batches = shard(inputs, labels)
+        started, micro_batches = time.perf_counter(), batch.result()
+        batch = loader.submit(load_batch, step + 1)
         lr = learning_rate_of_step(step - 1, args.learning_rate, args.warmup_steps, args.num_train_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -1872,10 +2086,14 @@ def train(
             fail(f"step {step} has loss {loss} and gradient norm {grad_norm}: resume with a lower --learning_rate")
         if step == first_step:
             check_first_step(model, mesh)
-        train_state |= {"step": step, "tokens": train_state["tokens"] + inputs.numel()}
+        train_state |= {"step": step, "tokens": train_state["tokens"] + step_tokens}
 
         entry = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": train_state["tokens"]}
-        entry |= {"tokens_per_second": inputs.numel() / (time.perf_counter() - started), "run": train_state["run"]}
+        speed = step_tokens / (time.perf_counter() - started)
+        entry |= {"tokens_per_second": speed, "tokens_per_second_per_rank": speed / ranks, "run": train_state["run"]}
+        if peak_flops is not None:
+            entry["mfu"] = speed / ranks * model_flops / peak_flops
+            entry["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         if args.eval_every and step % args.eval_every == 0:
             entry["eval_loss"] = evaluate(model, tokens, held_out, args, shard, mesh)
         if is_main:
@@ -1884,8 +2102,7 @@ def train(
             if wandb_run is not None:
                 with contextlib.suppress(Exception):  # a failing wandb never stops a run
                     wandb_run.log(entry, step=step)
-            speed = f"{entry['tokens_per_second']:.0f} tok/s"
-            bar.set_postfix_str(f"loss {loss:.4f}, norm {grad_norm:.3f}, lr {lr:.2e}, {speed}", refresh=False)
+            bar.set_postfix_str(f"loss {loss:.4f}, norm {grad_norm:.3f}, lr {lr:.2e}, {speed:.0f} tok/s", refresh=False)
             bar.update()
 
         stop = stop or step == args.num_train_steps
@@ -1893,8 +2110,13 @@ def train(
             if saving is not None:
                 saving.result()  # one save at a time; what broke it, the SystemExit of `fail`, leaves here on all ranks
             saving = save(about=train_state)
+        if profiler is not None:
+            profiler.step()
         if stop:
             break
+    loader.shutdown()
+    if profiler is not None:
+        profiler.stop()
     path = saving.result() if saving is not None else None
     bar.close()
     if wandb_run is not None:
@@ -1928,10 +2150,14 @@ def main(argv: list[str]) -> None:
         export_checkpoint(path, Path(args.export_dir), getattr(torch, args.export_dtype))
         return print(f"Transformers folder: {args.export_dir}, of {path}, step {about['step']}", flush=True)
 
+    if args.dry_run:
+        return dry_run(args, load_config(args.model_name))
+
     # 2: process group, mesh, output directory; 8: where the run begins
     device = start_process_group(args.device, args.timeout)
     sizes = {"tp": args.tp_size, "dp": args.dp_size, "cp": args.cp_size}
-    mesh = build_mesh(device.type, **sizes, timeout_s=args.timeout) if dist.is_initialized() else None
+    options = {"dp_replicate": args.dp_replicate_size, "timeout_s": args.timeout}
+    mesh = build_mesh(device.type, **sizes, **options) if dist.is_initialized() else None
     _lock = open_output_dir(output_dir)  # held as long as this process lives
     path, origin = begin_run(args.resume, output_dir, args.verify_checksums)
     data_flags = ("dataset_name", "seq_len", "global_batch_size", "document_mask", "seed")
@@ -1941,12 +2167,14 @@ def main(argv: list[str]) -> None:
         print(f"the steps to come see other data than an unbroken run: {', '.join(changed)} changed", flush=True)
 
     # 3, 5, 4: config, tokenizer, attention, and the model as it is cut, still without storage
-    config, tokenizer = load_config_and_tokenizer(args.model_name, args.document_mask)
+    config = load_config(args.model_name)
+    tokenizer = load_tokenizer(args.model_name, config, args.document_mask)
     if origin.get("model_type", config.model_type) != config.model_type:
         fail(f"{path} holds a {origin['model_type']}, but --model_name {args.model_name} is a {config.model_type}")
     source, kind = find_weights(args, config, path)
     check_family(config.model_type, sizes)
-    options = {"seq_len": args.seq_len, "has_documents": args.document_mask}
+    options = {"activation_checkpointing": args.activation_checkpointing, "compile": args.compile}
+    options |= {"seq_len": args.seq_len, "has_documents": args.document_mask}
     model = build_model(config, mesh, device.type, getattr(torch, args.dtype), **options)
 
     # 6: data; 3: weights, from a checkpoint, a folder or the seed
