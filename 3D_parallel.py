@@ -1325,14 +1325,12 @@ def load_balancing_loss(router_logits: tuple[Tensor, ...], counts: Tensor, rows:
 
 def init_optimizer_state(optimizer: Optimizer) -> None:
     """Give parameters Adam's state of step 0; else get_state_dict does a step, or omits what never had a gradient."""
-    for group in optimizer.param_groups:
-        is_adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not group["amsgrad"]
-        for parameter in group["params"] if is_adam else []:
-            if parameter.requires_grad and not optimizer.state[parameter]:
-                place = parameter.device if group.get("fused") or group.get("capturable") else None
-                state = {"step": torch.zeros((), dtype=torch.float32, device=place)}
-                state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[parameter] = state
+    groups = optimizer.param_groups if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) else []
+    for parameter, group in [(p, g) for g in groups for p in g["params"] if not g["amsgrad"]]:
+        if parameter.requires_grad and not optimizer.state[parameter]:
+            place = parameter.device if group.get("fused") or group.get("capturable") else None
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=place), **moments}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -1357,15 +1355,9 @@ class AppState(Stateful):
         return {"model": model_state} | ({"optim": optimizer_state} if self.optimizers else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        model_state = {**state["model"], **{alias: state["model"][name] for alias, name in self.tied.items()}}
-        states = {"model_state_dict": model_state, "optim_state_dict": state.get("optim", {})}
-        set_state_dict(self.model, self.optimizers, **states)
-
-
-def rng_state(device: torch.device) -> dict[str, dict[str, Tensor]]:
-    """This rank's random state. The rank is in the key, because DCP keeps a plain tensor from one rank only."""
-    on_gpu = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    return {f"rank{get_rank()}": {"cpu": torch.get_rng_state(), **on_gpu}}
+        model, optim = state["model"], state.get("optim", {})
+        model = model | {alias: model[name] for alias, name in self.tied.items()}
+        set_state_dict(self.model, self.optimizers, model_state_dict=model, optim_state_dict=optim)
 
 
 MANIFEST, FORMAT = "manifest.json", 1
@@ -1380,16 +1372,15 @@ def checksum(path: Path) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    try:
+    """The manifest of a checkpoint, or None if it is missing, cut short, or not as this script writes it."""
+    kinds = {"format": int, "run": str, "step": int, "tokens": int, "saved": float, "files": dict}
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         manifest = json.loads((path / MANIFEST).read_text())
-        known = {"format": int, "run": str, "step": int, "tokens": int, "saved": float, "files": dict}
-        is_good = all(isinstance(manifest[key], kind) for key, kind in known.items())
-        is_good &= manifest["step"] >= 0 and re.fullmatch(r"[\w.-]+", manifest["run"]) is not None
-        is_good &= ".metadata" in manifest["files"]
-        is_good &= all({"size", "sha256"} <= {*entry} for entry in manifest["files"].values())
-        return manifest if is_good else None
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+        is_good = all(isinstance(manifest[key], kind) for key, kind in kinds.items()) and manifest["step"] >= 0
+        is_good &= re.fullmatch(r"[\w.-]+", manifest["run"]) is not None  # wandb's id, too
+        entries = [manifest["files"][".metadata"], *manifest["files"].values()]
+        return manifest if is_good and all({"size", "sha256"} <= {*entry} for entry in entries) else None
+    return None
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[Path, dict[str, Any] | None]]:
@@ -1408,76 +1399,75 @@ def save_checkpoint(
     keep_last: int,
     background: tuple[ThreadPoolExecutor, AsyncStager, ProcessGroup | None] | None = None,
 ) -> Future:
-    """Save model, optimizer and random state to `checkpoint_tp<tp>_dp<dp>_cp<cp>`; the future gives its path.
+    """Save model and optimizer to `checkpoint_tp<tp>_dp<dp>_cp<cp>`; the future gives its path. A collective.
 
     `about` has "tp", "dp", "cp", "run", "step", "tokens", for the manifest. With `background` (thread, stager, group)
     it returns when the stager has copied the state to host memory, and the thread does the rest over the group. Wait
     for the future before first: the stager reuses its memory. To save more, add a key to `state` here and in
-    `load_checkpoint`. A collective.
+    `load_checkpoint`.
     """
-    app, device = AppState(model, optimizer), next(model.parameters()).device
+    app = AppState(model, optimizer)
     # called here, not by DCP: its collectives belong to this thread, and the stager takes plain dicts
-    state = {"app": app.state_dict(), "rng": rng_state(device)}
-    about = {"format": FORMAT, **about, "device": device.type, "model_type": model.config.model_type, "tied": app.tied}
+    state = {"app": app.state_dict()}
+    about = {"format": FORMAT, **about, "model_type": model.config.model_type, "tied": app.tied}
     about |= {"torch": torch.__version__, "transformers": transformers.__version__}
     # not by save_pretrained, which refuses some configs that from_pretrained has read, after hours of training
     configs = {"config.json": model.config, "generation_config.json": model.generation_config}
     texts = {name: config.to_json_string() for name, config in configs.items() if config is not None}
     final = output_dir / "checkpoint_tp{tp}_dp{dp}_cp{cp}".format(**about)
-    if background is not None:
-        thread, stager, group = background
-        state = stager.stage(state)
-        stager.cache_staged_state_dict, stager.state_dict_cache = True, state  # the next save goes into its memory
-        return thread.submit(write_checkpoint, final, state, about, texts, tokenizer, keep_last, group)
-    done: Future = Future()
-    done.set_result(write_checkpoint(final, state, about, texts, tokenizer, keep_last, None))
-    return done
+    write = functools.partial(write_checkpoint, final, about, texts, tokenizer, keep_last)
+    if background is None:
+        done: Future = Future()
+        done.set_result(write(state, None))
+        return done
+    thread, stager, group = background
+    state = stager.stage(state)
+    stager.cache_staged_state_dict, stager.state_dict_cache = True, state  # the next save goes into its memory
+    return thread.submit(write, state, group)
 
 
 def write_checkpoint(
-    final: Path, state: dict, about: dict, texts: dict, tokenizer: Any, keep_last: int, group: ProcessGroup | None
+    final: Path, about: dict, texts: dict, tokenizer: Any, keep_last: int, state: dict, group: ProcessGroup | None
 ) -> Path:
     """Write a state dict to the directory `final`, atomically. A collective over `group`; returns `final`.
 
-    Each rank writes its own shards into a hidden sibling; when all have, rank 0 adds the manifest (`about`, and the
-    size and checksum of each file) and renames it into place. If anything fails, all ranks end with one sentence, and
-    older checkpoints are as they were. `texts` are small files by name, that go along.
+    Each rank writes its shards into a hidden sibling; then rank 0 adds the manifest (`about`, and the size and checksum
+    of each file) and renames it into place. If anything fails, all ranks end with one sentence, and older checkpoints
+    are as they were. `texts` are small files by name, that go along.
     """
-    temporary, is_main = final.with_name(f".tmp_{final.name}_{about['run']}"), get_rank() == 0
-    failed = f"step {about['step']} could not be saved in {final.parent}"
-    with contextlib.ExitStack() as at_end:
-        if is_main:  # what is left of a save that fails; a good one is no longer there
-            at_end.callback(shutil.rmtree, temporary, ignore_errors=True)
+    is_main, failed = get_rank() == 0, f"step {about['step']} could not be saved in {final.parent}"
+    for left_over in final.parent.glob(".tmp_checkpoint_*") if is_main else []:
+        shutil.rmtree(left_over, ignore_errors=True)  # of a save that was killed: no other run writes here
+    temporary = final.with_name(f".tmp_{final.name}_{gather_objects(uuid.uuid4().hex, group)[0]}")
+    try:
         with on_all_ranks(failed, group):
+            # more than one thread can lose the exception of one, and report a save that lacks half of its tensors
+            writer = dcp.FileSystemWriter(temporary, thread_count=1)
+            # the first in this block: as a collective it ends all ranks together if one of them fails
+            dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
             if is_main:
-                for pattern in (".tmp_checkpoint_*", ".removed_checkpoint_*"):
-                    for left_over in final.parent.glob(pattern):  # by saves that were killed: no other run writes here
-                        shutil.rmtree(left_over, ignore_errors=True)
-                temporary.mkdir(parents=True)
+                add_tied_names(temporary, about["tied"])
                 for name, text in texts.items():
                     (temporary / name).write_text(text)
                 if tokenizer is not None:
                     tokenizer.save_pretrained(temporary)
-        with on_all_ranks(failed, group):
-            # more than one thread can lose the exception of one, and report a save that lacks half of its tensors
-            writer = dcp.FileSystemWriter(temporary, thread_count=1)
-            dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
-            if is_main and about["tied"]:
-                add_tied_names(temporary, about["tied"])
-            shards = f"__{get_rank()}_"  # as DCP names what a rank writes
-            all_files = [path for path in temporary.rglob("*") if path.is_file()]
-            mine = [p for p in all_files if p.name.startswith(shards) or (is_main and p.suffix != ".distcp")]
-            own = {str(p.relative_to(temporary)): {"size": p.stat().st_size, "sha256": checksum(p)} for p in mine}
+            own, shards = {}, f"__{get_rank()}_"  # as DCP names what a rank writes; all that is no shard is rank 0's
+            for file in temporary.rglob("*"):
+                if file.is_file() and (file.name.startswith(shards) or (is_main and file.suffix != ".distcp")):
+                    own[str(file.relative_to(temporary))] = {"size": file.stat().st_size, "sha256": checksum(file)}
         files = {name: entry for part in gather_objects(own, group) for name, entry in part.items()}
         with on_all_ranks(failed, group):
             if is_main:
                 commit_checkpoint(temporary, final, {**about, "files": files}, keep_last)
+    finally:
+        if is_main:  # what is left of a save that fails; a good one is no longer there
+            shutil.rmtree(temporary, ignore_errors=True)
     return final
 
 
 def add_tied_names(path: Path, tied: dict[str, str]) -> None:
     """Point each tied name, in `.metadata`, at the bytes of the name under which they were written. Rank 0 only."""
-    metadata = SafeReader(path).metadata
+    metadata = dcp.FileSystemReader(path).read_metadata()
     for alias, name in tied.items():
         key, written = f"app.model.{alias}", f"app.model.{name}"
         metadata.state_dict_metadata[key] = metadata.state_dict_metadata[written]
@@ -1492,7 +1482,7 @@ def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any], ke
 
     Between any two system calls the last complete checkpoint is there under a name that resume looks at: it is moved
     aside as `<name>_step<its step>`, and the new one is renamed into place when all of it is on the disk. What another
-    run saved gets that run's name, too, and is never pruned.
+    run saved is never pruned.
     """
     saved = [old["saved"] + 0.001 for _, old in list_checkpoints(final.parent) if old]
     manifest["saved"] = max([time.time(), *saved])  # a clock may go back, the order may not
@@ -1500,26 +1490,25 @@ def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any], ke
     for path in (*temporary.rglob("*"), temporary):
         flush(path)
     if final.exists():
-        old = read_manifest(final) or {"run": "unreadable", "step": "_unknown"}
-        is_ours = old["run"] == manifest["run"]
-        aside = final.with_name(f"{final.name}_step{old['step']}" + ("" if is_ours else f"_{old['run']}"))
-        if aside.exists():  # this run has been at that step before
+        old = read_manifest(final) or {"run": None, "step": "_unknown"}
+        aside = final.with_name(f"{final.name}_step{old['step']}")
+        if aside.exists():  # another run, or this one, has been at that step before
             aside = aside.with_name(f"{aside.name}_{uuid.uuid4().hex[:8]}")
-        if not is_ours:
+        if old["run"] != manifest["run"]:
             print(f"{final} is of another run: moved to {aside.name}", flush=True)
         os.rename(final, aside)
     os.rename(temporary, final)
     flush(final.parent)
-    ours = [path for path, other in list_checkpoints(final.parent) if other and other["run"] == manifest["run"]]
+    ours = [path for path, old in list_checkpoints(final.parent) if old and old["run"] == manifest["run"]]
     own_name = re.compile(r"checkpoint_tp\d+_dp\d+_cp\d+(_step\d+(_[0-9a-f]{8})?)?")  # not a copy that somebody made
     for path in [path for path in ours if own_name.fullmatch(path.name)][keep_last:]:
-        hidden = path.with_name(f".removed_{path.name}_{uuid.uuid4().hex[:8]}")
+        hidden = path.with_name(f".tmp_{path.name}_{uuid.uuid4().hex[:8]}")
         os.rename(path, hidden)  # so that no half-removed one is ever seen under its name
         shutil.rmtree(hidden, ignore_errors=True)
 
 
 def check_files(path: Path, manifest: dict[str, Any] | None, with_checksums: bool) -> str | None:
-    """What is wrong with this rank's part of a checkpoint's files, or None. It opens no tensor."""
+    """What is wrong with a checkpoint, as far as this rank's part of its files tells, or None. It opens no tensor."""
     if manifest is None:
         return f"{path} has no readable {MANIFEST}: it is no checkpoint of this script, or an incomplete one"
     if manifest["format"] != FORMAT:
@@ -1527,27 +1516,24 @@ def check_files(path: Path, manifest: dict[str, Any] | None, with_checksums: boo
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     for name in sorted(manifest["files"])[get_rank() :: ranks]:
         file, expected = path / name, manifest["files"][name]
-        if not file.is_file():
-            return f"{file} is missing"
         try:
             if (size := file.stat().st_size) != expected["size"]:
                 return f"{file} has {size} bytes instead of {expected['size']}"
             if with_checksums and checksum(file) != expected["sha256"]:
                 return f"{file} does not have the content that was saved (its checksum differs)"
         except OSError as error:
-            return f"{file} cannot be read ({error.strerror})"
+            return f"{file} is missing or cannot be read ({error.strerror})"
     return None
 
 
 def find_checkpoint(resume: str, output_dir: Path, since: float, with_checksums: bool) -> tuple[Path, dict] | None:
     """The last whole checkpoint in `output_dir`, or the one that `resume` names; and its manifest. A collective.
 
-    Each rank checks a part of the files. What is skipped is said; a named one that is not whole is refused. What was
-    saved before `since` (seconds since 1970) does not count with "auto".
+    Each rank checks a part of the files. What is skipped is said; a named one that is not whole is refused. With "auto"
+    only what was saved after `since` counts, a "saved" of a manifest.
     """
-    candidates = [(Path(resume), read_manifest(Path(resume)))]
-    if resume == "auto":
-        candidates = [(p, m) for p, m in list_checkpoints(output_dir) if not m or m["saved"] >= since]
+    found = list_checkpoints(output_dir) if resume == "auto" else [(Path(resume), read_manifest(Path(resume)))]
+    candidates = [(path, manifest) for path, manifest in found if not manifest or manifest["saved"] > since]
     for path, manifest in gather_objects(candidates)[0]:  # rank 0's: another rank may see a change in between
         problems = [p for p in gather_objects(check_files(path, manifest, with_checksums)) if p]
         if not problems:
@@ -1566,12 +1552,11 @@ def begin_run(resume: str, output_dir: Path, with_checksums: bool) -> tuple[Path
     goes on from what was saved since its launch, whatever `resume` says, and begins as the launch did if nothing was.
     """
     restarts, launched = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), output_dir / ".launch.json"
-    launch = {"run": f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}", "since": time.time()}
-    if get_rank() == 0 and restarts and launched.exists() and launched.stat().st_size:
-        launch = json.loads(launched.read_text())
-    elif get_rank() == 0:
-        launched.write_text(json.dumps(launch))
-    launch = gather_objects(launch)[0]
+    if get_rank() == 0 and not (restarts and launched.exists() and launched.stat().st_size):
+        newest = max((manifest["saved"] for _, manifest in list_checkpoints(output_dir) if manifest), default=0)
+        run = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+        launched.write_text(json.dumps({"run": run, "since": newest}))
+    launch = json.loads(gather_objects(launched.read_text() if get_rank() == 0 else "")[0])
     found = find_checkpoint("auto", output_dir, launch["since"], with_checksums) if restarts else None
     if found is None and resume != "never":
         found = find_checkpoint(resume, output_dir, 0, with_checksums)
@@ -1583,21 +1568,17 @@ def begin_run(resume: str, output_dir: Path, with_checksums: bool) -> tuple[Path
 class MetadataUnpickler(pickle.Unpickler):
     """Reads `.metadata` without running what a stranger may have put there: it admits only DCP's own plain classes."""
 
-    ALLOWED = {
-        "torch": "Size",
-        "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata "
-        "ChunkStorageMetadata TensorProperties StorageMeta _MEM_FORMAT_ENCODING",
-        "torch.distributed.checkpoint.filesystem": "_StorageInfo",
-        "torch.serialization": "_get_layout",
-        "pathlib": "PosixPath PurePosixPath",
-        "pathlib._local": "PosixPath PurePosixPath",
-    }
+    ALLOWED = re.compile(
+        r"torch\.(Size|serialization\._get_layout)|pathlib(\._local)?\.(Pure)?PosixPath"
+        r"|torch\.distributed\.checkpoint\.filesystem\._StorageInfo|torch\.distributed\.checkpoint\.metadata\."
+        r"(Metadata|MetadataIndex|(Tensor|Bytes|Chunk)StorageMetadata|TensorProperties|StorageMeta|_MEM_FORMAT_ENCODING)"
+    )
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in self.ALLOWED.get(module, "").split():
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+        if not is_dtype and not self.ALLOWED.fullmatch(f"{module}.{name}"):
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+        return super().find_class(module, name)
 
 
 class SafeReader(dcp.FileSystemReader):
@@ -1635,64 +1616,49 @@ class SafeReader(dcp.FileSystemReader):
 
 def read_slice(file: io.BufferedReader, start: int, entry: Any, offsets: torch.Size, lengths: torch.Size) -> Tensor:
     """A slice of the tensor that torch.save wrote at `start` of a file: only its rows, and of these only a range."""
-    saved = torch.load(entry, map_location="meta", weights_only=True)  # its shape, strides and place, no data
-    by_rows = lengths[1:] == saved.shape[1:]
-    if not saved.is_contiguous() or saved.ndim == 0 or lengths[2:] != saved.shape[2:]:
+    part = tuple(slice(first, first + length) for first, length in zip(offsets, lengths))
+    there = torch.load(entry, map_location="meta", weights_only=True)[part]  # its strides and place, no data
+    if not there.is_contiguous() and not there[0].is_contiguous():
         entry.seek(0)  # rare: read all of it, and cut
-        part = tuple(slice(first, first + length) for first, length in zip(offsets, lengths))
         return torch.load(entry, map_location="cpu", weights_only=True)[part]
-    row, column, size = math.prod(saved.shape[1:]), math.prod(saved.shape[2:]), saved.itemsize
-    runs = [(offsets[0] * row, math.prod(lengths))]  # the first value and the number of values
-    if not by_rows:
-        place, count = offsets[1] * column, lengths[1] * column
-        runs = [(i * row + place, count) for i in range(offsets[0], offsets[0] + lengths[0])]
-    data, filled = torch.empty(math.prod(lengths), dtype=saved.dtype), 0
-    raw = memoryview(data.view(torch.uint8).numpy())
-    for first, count in runs:
-        # private: where its data begin; there is no public name for it
-        file.seek(start + saved.untyped_storage()._checkpoint_offset + (saved.storage_offset() + first) * size)
-        filled += file.readinto(raw[filled : filled + count * size])
-    if filled != len(raw):
-        raise EOFError(f"{file.name} ends too early")
-    return data.view(lengths)
+    # whole rows are one run of bytes, a range of columns is one run in each row
+    runs, distance = (1, 0) if there.is_contiguous() else (len(there), there.stride(0))
+    data = torch.empty(there.shape, dtype=there.dtype)
+    # private: where its data begin; there is no public name for it
+    start += there.untyped_storage()._checkpoint_offset + there.storage_offset() * there.itemsize
+    for i, run in enumerate(data.view(runs, -1).view(torch.uint8).numpy()):
+        file.seek(start + i * distance * there.itemsize)
+        if file.readinto(run) != run.nbytes:
+            raise EOFError(f"{file.name} ends too early")
+    return data
 
 
-def load_checkpoint(
-    path: Path, model: nn.Module, optimizer: Optimizer | None = None, rng_device: torch.device | None = None
-) -> None:
+def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Load model and optimizer from a checkpoint of any mesh. A collective; each rank reads what it holds.
 
-    The optimizer's options (lr, weight decay, ...) stay as the caller has set them. With `rng_device` this rank's
-    random state is restored too; only a checkpoint of the same mesh has it for every rank.
+    The optimizer's options (lr, weight decay, ...) stay as the caller has set them.
     """
     app, groups = AppState(model, optimizer), optimizer.param_groups if optimizer is not None else []
-    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     with on_all_ranks(f"{path} cannot be loaded"):
         reader = SafeReader(path)
         saved = reader.metadata.state_dict_metadata
         here = {name: tuple(tensor.shape) for name, tensor in get_model_state_dict(model).items()}
         there = {k.removeprefix("app.model."): tuple(v.size) for k, v in saved.items() if k.startswith("app.model.")}
-        if names := sorted(n for n in (here.keys() | there.keys()) - app.tied.keys() if here.get(n) != there.get(n)):
-            shapes = f"{there.get(names[0], 'missing')} there and {here.get(names[0], 'missing')} here"
-            raise ValueError(f"it is of another model, {names[0]} is {shapes}")
-    state = {"app": app} | ({"rng": rng_state(rng_device)} if rng_device is not None else {})
+        for name in sorted(dict(here.items() ^ there.items()).keys() - app.tied.keys()):
+            shapes = f"{there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
+            raise ValueError(f"it is of another model, {name} is {shapes}")
     with on_all_ranks(f"{path} cannot be loaded"):  # a collective, which no rank may enter alone
-        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
-    for group, own in zip(groups, options):
-        group.update(own)
-    if rng_device is not None:
-        saved_rng = state["rng"][f"rank{get_rank()}"]
-        torch.set_rng_state(saved_rng["cpu"])
-        if rng_device.type == "cuda":
-            torch.cuda.set_rng_state(saved_rng["cuda"], rng_device)
+        dcp.load({"app": app}, storage_reader=reader, no_dist=not dist.is_initialized())
+    if optimizer is not None:
+        optimizer.param_groups = groups  # loading has replaced them by others, with the options that were saved
 
 
 def export_checkpoint(path: Path, folder: Path, dtype: torch.dtype) -> None:
     """Turn a checkpoint of any mesh into a folder for `from_pretrained`. One process, one file at a time in memory."""
-    reader, temporary = SafeReader(path), folder.with_name(f".tmp_{folder.name}_{uuid.uuid4().hex[:8]}")
+    temporary = folder.with_name(f".tmp_{folder.name}_{uuid.uuid4().hex[:8]}")
     with on_all_ranks(f"{path} cannot be exported to {folder}"), contextlib.ExitStack() as at_end:
         at_end.callback(shutil.rmtree, temporary, ignore_errors=True)
-        config = transformers.AutoConfig.from_pretrained(path)
+        reader, config = SafeReader(path), transformers.AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         tied = tied_names(model)
@@ -1702,9 +1668,8 @@ def export_checkpoint(path: Path, folder: Path, dtype: torch.dtype) -> None:
         not_ours = shutil.ignore_patterns("*.distcp", ".metadata", MANIFEST)  # but generation config and tokenizer
         shutil.copytree(path, temporary, ignore=not_ours)
         for filename, names in files.filename_to_tensors.items():
-            state = {f"app.model.{name}": torch.empty_like(tensors[name], device="cpu") for name in names}
-            dcp.load(state, storage_reader=reader, no_dist=True)  # it casts what it reads
-            state = {name.removeprefix("app.model."): tensor for name, tensor in state.items()}
+            state = {name: torch.empty_like(tensors[name], device="cpu") for name in names}
+            dcp.load({"app": {"model": state}}, storage_reader=reader, no_dist=True)  # it casts what it reads
             save_file(state, temporary / filename, metadata={"format": "pt"})
         if files.is_sharded:
             index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
@@ -2075,6 +2040,8 @@ def train(
     for step in range(first_step, args.num_train_steps + 1):
         started, micro_batches = time.perf_counter(), batch.result()
         batch = loader.submit(load_batch, step + 1)
+        # dropout: ranks hold other tokens or other heads, so they need other masks; a resumed run needs the same
+        torch.manual_seed(args.seed + 100_003 * step + get_rank())
         lr = learning_rate_of_step(step - 1, args.learning_rate, args.warmup_steps, args.num_train_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -2192,13 +2159,8 @@ def main(argv: list[str]) -> None:
 
     # 9: optimizer; 8: its state
     optimizer = build_optimizer(model, args.weight_decay)
-    # dropout: ranks hold other tokens or other heads, so they need other masks, and a resumed run not those of step 1
-    torch.manual_seed(args.seed + 100_003 * (train_state["step"] + 1) + get_rank())
-    if path is not None:
-        same_mesh = all(origin.get(key) == value for key, value in {**sizes, "device": device.type}.items())
-        load_checkpoint(path, model, optimizer, rng_device=device if same_mesh else None)
-    elif kind == "checkpoint":
-        load_checkpoint(Path(source), model)
+    if kind == "checkpoint":
+        load_checkpoint(Path(source), model, optimizer if path is not None else None)
 
     # 9: train, save
     if is_main := get_rank() == 0:

@@ -178,27 +178,28 @@ def test_the_contracts_snippets_read_and_write_it(pool, saved, tmp_path):
     assert not pool.run(2, save_with_the_contract, (1, 1, 2), str(tmp_path / "theirs"))[0]
 
 
-def resume_bit_equal(sizes, folder):
-    """Unbroken steps 5 to 8, and the same after a save, a load into a fresh model, and a second generation of that."""
-    script, config = load_script(), {"attention_dropout": 0.1}
-    model, optimizer, mesh = build(sizes, **config)
-    torch.manual_seed(7 + dist.get_rank())
-    train(model, optimizer, mesh, 0, 4)
-    path = save(folder, model, optimizer, sizes, step=4).result()
-    expected = train(model, optimizer, mesh, 4, STEPS)
-    results = []
-    for first, last in [(4, 6), (6, STEPS)]:
-        model, optimizer, mesh = build(sizes, **config)
-        torch.manual_seed(99)
-        script.load_checkpoint(path, model, optimizer, rng_device=CPU)
-        results += train(model, optimizer, mesh, first, last)
-        path = save(folder, model, optimizer, sizes, step=last).result()
-    return results, expected
+def test_same_mesh_goes_on_bit_equal_with_dropout(pool, script, tmp_path):
+    """Through main(): an unbroken run, and one that was resumed twice; the masks of a step depend on nothing before."""
+    make_config("llama", vocab=320, num_hidden_layers=1, attention_dropout=0.1).save_pretrained(tmp_path / "model")
+    script.byte_tokenizer().save_pretrained(tmp_path / "model")
+    flags = ["--model_name", tmp_path / "model", "--from_scratch", "--tp_size", 2, "--dp_size", 2, "--seq_len", 32]
+    flags += ["--global_batch_size", 4, "--num_train_steps", 6, "--warmup_steps", 2, "--learning_rate", 0.01]
+    flags += ["--save_every", 2, "--resume", "auto"]
+    for name, before in [("whole", None), ("parts", stop_after_step_2), ("parts", stop_after_step_4), ("parts", None)]:
+        launch = pool.launch(4, *flags, "--output_dir", tmp_path / name, before=before)
+        assert any(launch.codes) == (before is not None), launch.outputs
+    expected, rows = [read_metrics(tmp_path / name) for name in ("whole", "parts")]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in rows] == [row[key] for row in expected], key
 
 
-def test_same_mesh_goes_on_bit_equal_with_dropout(pool, tmp_path):
-    for results, expected in pool.run(4, resume_bit_equal, (2, 1, 2), str(tmp_path)):
-        assert results == expected
+def test_options_of_the_optimizer_stay_as_the_caller_has_set_them(script, tmp_path):
+    model = make_model(make_config(**CONFIG))
+    path = save(tmp_path, model, make_optimizer(model, LEARNING_RATE, 0.1), (1, 1, 1), step=1).result()
+    optimizer = make_optimizer(model, 0.5, 0.3)
+    script.load_checkpoint(path, model, optimizer)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.3), (0.5, 0.0)]
 
 
 def saves_change_nothing(sizes, folder):
@@ -392,10 +393,10 @@ def test_names_pruning_and_other_runs(pool, tmp_path):
     assert after[0] == [name]
     assert after[1] == [name, f"{name}_step1"]
     assert after[2] == [name, f"{name}_step2"]
-    assert after[3] == [name, f"{name}_step2", f"{name}_step3_a"]
+    assert after[3] == [name, f"{name}_step2", f"{name}_step3"]
     # run a has a step 2 under the name that b's would have; both stay, and a's is as good as it was
-    assert after[4] == [name, f"{name}_step1", f"{name}_step2", f"{name}_step3_a"]
-    assert len(after[5]) == 4 and {name, f"{name}_step2", f"{name}_step3_a"} < set(after[5])
+    assert after[4] == [name, f"{name}_step1", f"{name}_step2", f"{name}_step3"]
+    assert len(after[5]) == 4 and {name, f"{name}_step2", f"{name}_step3"} < set(after[5])
     # b has gone back to step 2, as after a damaged step 3: what was saved last is kept, however low its step
     assert len(after[6]) == 4 and {name, f"{name}_step2", f"{name}_step3"} < set(after[6])
     assert kept_steps(tmp_path) == [("a", 2), ("a", 3), ("b", 2), ("b", 3)]
