@@ -1930,16 +1930,14 @@ class Meter(TorchDispatchMode):
             shapes = [value.shape for value in args[:4] if isinstance(value, Tensor)]
             self.flops += (sdpa_backward_flop_count if "backward" in str(func) else sdpa_flop_count)(*shapes)
         if "c10d" in func.namespace and "wait" not in str(func):
-            names = [value for value in values if isinstance(value, str)]  # of the reduction, then of the group
-            if not names:
-                groups = [value for value in values if isinstance(value, torch.ScriptObject)]
-                names = [
-                    ProcessGroup.unbox(group).group_name for group in groups if "ProcessGroup" in str(group._type())
-                ]
-            key = names[-1], func.overloadpacket.__name__.strip("_")
-            calls, size = self.collectives.get(key, (0, 0))
-            largest = max(value.nbytes for value in values if isinstance(value, Tensor))
-            self.collectives[key] = calls + 1, size + largest
+            groups = [value for value in values if isinstance(value, torch.ScriptObject)]
+            names = [ProcessGroup.unbox(group).group_name for group in groups if "ProcessGroup" in str(group._type())]
+            names += [value for value in values if isinstance(value, str)]  # else of the reduction, then of the group
+            if names:
+                key = names[-1], func.overloadpacket.__name__.strip("_")
+                calls, size = self.collectives.get(key, (0, 0))
+                largest = max(value.nbytes for value in values if isinstance(value, Tensor))
+                self.collectives[key] = calls + 1, size + largest
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.hold(tensor)
@@ -1975,7 +1973,10 @@ def dry_run(args: Config, config: PreTrainedConfig) -> None:
     total = sum(parameter.numel() for parameter in model.parameters())
     whole = 12 * total + 4 * len(local)  # as it lies in a checkpoint: weights, two moments and steps, in float32
     step_tokens, model_flops = args.global_batch_size * args.seq_len, flops_per_token(model, args.seq_len)
-    groups = {mesh[axis].get_group().group_name: axis for axis in (*mesh.mesh_dim_names, "fsdp")}
+    axes: dict[str, str] = {}  # by the name of their group, which several may share
+    for axis in (*mesh.mesh_dim_names, "fsdp"):
+        group = mesh[axis].get_group().group_name
+        axes[group] = f"{axes[group]} {axis}" if group in axes else axis
     gib = 2**30
     print(f"one rank of {args.world_size}: {sizes}, {config.model_type}, {total:,} parameters, {args.dtype}")
     print(
@@ -1988,7 +1989,7 @@ def dry_run(args: Config, config: PreTrainedConfig) -> None:
     print(f"a step: {meter.flops:.4g} flop of this rank, {model_flops * step_tokens:.4g} of the model")
     print(f"checkpoint: {whole / gib:.3f} GiB, {whole / gib / args.world_size:.3f} a rank")
     for (group, operator), (calls, size) in sorted(meter.collectives.items()):
-        print(f"{groups.get(group, 'all ranks'):>12} {operator:<28}{calls:>8,} calls {size / gib:>10.4f} GiB a step")
+        print(f"{axes.get(group, 'all ranks'):>12} {operator:<28}{calls:>8,} calls {size / gib:>10.4f} GiB a step")
     dist.destroy_process_group()
 
 

@@ -94,7 +94,7 @@ def shard_model(source, sizes, dtype=torch.float32, dp_replicate=1, **options):
     """Put a plain model's weights on the mesh dp x cp x tp, as the script does. Returns model and mesh."""
     script, (dp, cp, tp) = load_script(), sizes
     mesh = script.build_mesh("cpu", dp=dp, cp=cp, tp=tp, dp_replicate=dp_replicate)
-    model = script.build_model(source.config, mesh, "cpu", dtype, seq_len=32, **options)
+    model = script.build_model(source.config, mesh, "cpu", dtype, **{"seq_len": 32, **options})
     script.fill_buffers(model, torch.device("cpu"))
     script.send_weights(model, lambda: source, "the test", None)
     return model, mesh
