@@ -843,7 +843,7 @@ def read_safetensors(model: PreTrainedModel, folder: Path) -> bool:
     That is so where names or shapes are not the model's, or values are not plain floating-point numbers: then nothing
     is read, and Transformers has to load the folder.
     """
-    failed, tied, saved = f"the weights in {folder} cannot be loaded", tied_names(model), {}
+    failed, tied, saved = f"the weights of {folder} cannot be loaded", tied_names(model), {}
     state = {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in tied}
     with on_all_ranks(failed):
         files = {path.name for path in folder.glob("*.safetensors")}
@@ -1239,15 +1239,19 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
     chunks of the sequence. Under tp a chunk has a piece of each rank's tokens.
     """
     decoder, own_forward, tp = model.get_decoder(), model.forward, 1 if tp_mesh is None else tp_mesh.size()
-    vocab_size = model.get_output_embeddings().out_features if tp > 1 else 0
+    if decoder is model:  # the model names none: the child that has the layers
+        decoder = next(child for child in model.children() if find_decoder_layers(model)[0] in {*child.modules()})
     after = [module for module in model.modules() if module not in {*decoder.modules()}]
+    vocab_size = model.get_output_embeddings().out_features if tp > 1 else 0
 
     def forward(*args: Any, shifted_labels: Tensor | None = None, **kwargs: Any) -> Any:
         if shifted_labels is None:
             return own_forward(*args, **kwargs)
         run_decoder, decoded = decoder.forward, []
 
-        def logits_of(hidden: Tensor | None) -> Tensor:
+        def run_on(hidden: Tensor | None) -> Any:
+            """The model's own forward on these hidden states; with None it runs the decoder, and takes one token."""
+
             def stand_in(*args: Any, **kwargs: Any) -> Any:
                 if not decoded:
                     decoded.append(run_decoder(*args, **kwargs))
@@ -1257,25 +1261,31 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
 
             decoder.forward = stand_in
             try:
-                return own_forward(*args, **kwargs).logits
+                return own_forward(*args, **kwargs)
             finally:
                 del decoder.forward
 
         def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
             return sum_cross_entropy(logits.flatten(0, 1), labels.flatten(), tp_mesh, vocab_size)
 
-        logits, has_grad = logits_of(None), torch.is_grad_enabled()  # of the first token, to run the decoder
-        if not decoded:  # the model has no such part: these are the logits of all tokens
-            return ChunkedLoss.apply(loss_of, logits, shifted_labels[:, None], 1, has_grad), ()
+        output, has_grad = run_on(None), torch.is_grad_enabled()
+        if not decoded:  # the model runs its decoder in another way: these are the logits of all tokens
+            return ChunkedLoss.apply(loss_of, output.logits, shifted_labels[:, None], 1, has_grad), ()
         hidden, labels = decoded[0].last_hidden_state, shifted_labels.unflatten(1, (tp, -1))
         num_chunks = max(1, min(16, labels.numel() // 64))
         parameters = {
             parameter for module in after for parameter in module.parameters(False) if parameter.requires_grad
         }
         loss = ChunkedLoss.apply(
-            lambda chunk, labels: loss_of(logits_of(chunk), labels), hidden, labels, num_chunks, has_grad, *parameters
+            lambda chunk, labels: loss_of(run_on(chunk).logits, labels),
+            hidden,
+            labels,
+            num_chunks,
+            has_grad,
+            *parameters,
         )
-        return loss, decoded[0].get("router_logits") or ()
+        has_routers = getattr(output, "aux_loss", None) is not None
+        return loss, decoded[0].router_logits if has_routers else ()
 
     model.forward = forward
 
@@ -1739,10 +1749,10 @@ def train_step(
     micro_batches: list[dict[str, Tensor]],
     mesh: DeviceMesh | None,
     max_grad_norm: float,
-    stop: bool = False,
+    wants_stop: Callable[[], bool] = lambda: False,
 ) -> Tensor:
     """One optimizer step. Returns (3,) on the device, the same in all meshes: the loss over all labels of the step, the
-    norm before clipping, and how many ranks have `stop`. Nothing in it makes the CPU wait for the GPU."""
+    norm before clipping, and on how many ranks `wants_stop`. Nothing in it makes the CPU wait for the GPU."""
     tp, replicas = (mesh["tp"].size(), mesh.size() // mesh["tp"].size()) if mesh is not None else (1, 1)
     num_labels = torch.stack([(batch["labels"] != -100).sum() for batch in micro_batches]).sum()
     if mesh is not None:
@@ -1767,7 +1777,7 @@ def train_step(
         (loss * scale).backward()
     if tp > 1:
         sum_over_tp(model.parameters(), mesh["tp"])
-    totals = reduce_loss_and_norm(loss_sum, model, mesh, stop)
+    totals = reduce_loss_and_norm(loss_sum, model, mesh, wants_stop())
     totals[0] /= num_labels
     nn.utils.clip_grads_with_norm_(model.parameters(), max_grad_norm, totals[1].float())
     optimizer.step()
@@ -2035,6 +2045,9 @@ def train(
         indices = sequences_of_step(num_sequences, args.seed, step - 1, args.global_batch_size)
         return shard(*read_sequences(tokens, indices, args.seq_len))
 
+    def wants_stop() -> bool:  # a signal, or a save that has failed
+        return bool(caught) or (saving is not None and saving.done() and saving.exception() is not None)
+
     loader = ThreadPoolExecutor(1)  # makes the batch of the next step ready during this one
     batch = loader.submit(load_batch, first_step)
     bar = tqdm(total=args.num_train_steps, initial=first_step - 1, disable=not is_main, unit="step")
@@ -2046,8 +2059,7 @@ def train(
         lr = learning_rate_of_step(step - 1, args.learning_rate, args.warmup_steps, args.num_train_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        stop = bool(caught) or (saving is not None and saving.done() and saving.exception() is not None)
-        totals = train_step(model, optimizer, micro_batches, mesh, args.max_grad_norm, stop)
+        totals = train_step(model, optimizer, micro_batches, mesh, args.max_grad_norm, wants_stop)
         loss, grad_norm, stop = totals.tolist()  # the one CPU-GPU sync of a step
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             bar.close()

@@ -167,10 +167,12 @@ def find_changed_logits(sizes):
         inputs = rows, torch.arange(S).expand_as(rows), mesh, len(rows), CPU
         places = script.shard_batch(*inputs)[0]["labels"][0]
         (batch,) = script.shard_batch(*inputs, document_end=END if ends else None)
-        model.get_output_embeddings().register_forward_hook(lambda module, args, output: setattr(module, "out", output))
+        if model.attention_function is not None:
+            model.attention_function.positions = batch.get("document_positions")
+        inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
         with torch.no_grad():
-            script.forward_loss(model.eval(), batch)
-        logits = model.get_output_embeddings().out
+            mask = torch.ones_like(batch["input_ids"])
+            logits = model.eval()(**inputs, attention_mask=mask, use_cache=False).logits
         far = (logits[1:] - logits[:1]).abs().amax(dim=-1) / logits.abs().max()
         results.append((places, far))
     return results

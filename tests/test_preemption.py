@@ -53,7 +53,11 @@ CASES = {
     # who gets what and when; more flags; the step that is saved last
     "one rank, in a step": (term_rank_1_in_step_3, [], 3),
     "all ranks, SIGUSR1": (usr1_all_in_step_3, [], 3),
-    "in an evaluation": (term_rank_1_in_the_evaluation_of_step_3, ["--eval_every", 3], 3),
+    "in an evaluation": (
+        term_rank_1_in_the_evaluation_of_step_3,
+        ["--eval_every", 3],
+        4,
+    ),  # which all ranks see in the step after it
     "in a save": (term_rank_0_in_the_save_of_step_2, ["--save_every", 2], 3),
     "during an async save": (term_rank_1_in_step_3, ["--save_every", 2, "--async_save"], 3),
     "in the last save": (term_twice_in_the_last_save, ["--save_every", 3], 6),
