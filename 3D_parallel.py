@@ -1244,6 +1244,7 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
     after = [module for module in model.modules() if module not in {*decoder.modules()}]
     vocab_size = model.get_output_embeddings().out_features if tp > 1 else 0
 
+    @functools.wraps(own_forward)  # some of transformers looks at its signature
     def forward(*args: Any, shifted_labels: Tensor | None = None, **kwargs: Any) -> Any:
         if shifted_labels is None:
             return own_forward(*args, **kwargs)

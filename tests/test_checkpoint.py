@@ -420,13 +420,14 @@ def test_the_newest_is_what_was_saved_last_also_when_the_clock_goes_back(pool, t
 
 
 def test_whole_runs_resume_in_another_mesh(pool, tmp_path):
-    """Through main(): 8 ranks, then 1, then plain python, against one unbroken plain run; the schedule goes on, too."""
+    """Through main(): 8 ranks with two copies, then 2, then plain python, against one unbroken plain run."""
     flags = ["--seq_len", 32, "--global_batch_size", 4, "--warmup_steps", 3, "--num_train_steps", 6]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert pool.launch(0, *flags, "--output_dir", whole).codes == [0]
     flags += ["--output_dir", parts, "--save_every", 2]
     stop = ["--num_train_steps", 6]
-    launch = pool.launch(8, *flags, *stop, "--tp_size", 2, "--cp_size", 2, before=stop_after_step_2)
+    mesh = ["--tp_size", 2, "--cp_size", 2, "--dp_replicate_size", 2, "--activation_checkpointing", "full"]
+    launch = pool.launch(8, *flags, *stop, *mesh, before=stop_after_step_2)
     assert all(launch.codes), launch.outputs  # 7, or another rank's word that one is gone
     launch = pool.launch(2, *flags, *stop, "--resume", "auto", "--tp_size", 2, before=stop_after_step_4)
     assert all(launch.codes), launch.outputs

@@ -1,9 +1,19 @@
 """What a run says of itself: metrics.jsonl and wandb, on rank 0 only, and never in the way of training."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 from conftest import read_metrics
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
+
+import families
 
 
 FLAGS = ["--seq_len", 32, "--global_batch_size", 2, "--warmup_steps", 2, "--num_train_steps", 3]
@@ -85,3 +95,26 @@ def test_wandb_disabled_is_not_imported(pool, tmp_path):
     flags = [*FLAGS, "--output_dir", tmp_path, "--wandb_mode", "disabled"]
     launch = pool.launch(1, *flags, env={"WANDB_MODE": None}, before=refuse_wandb)
     assert launch.codes == [0] and "wandb is off" not in launch.outputs[0], launch.outputs[0]
+
+
+def test_a_profile_has_the_steps_of_each_rank(pool, tmp_path):
+    launch = pool.launch(2, *FLAGS, "--num_train_steps", 6, "--profile", "--output_dir", tmp_path)
+    assert launch.codes == [0, 0], launch.outputs
+    for rank in range(2):
+        events = json.loads((tmp_path / "profile" / f"trace_rank{rank}.json").read_text())["traceEvents"]
+        steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep")}
+        assert len(steps) == 3 and any("gloo" in event.get("name", "") for event in events), steps
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+def test_flops_per_token_are_what_the_operators_do(script, family):
+    """Against torch's counter on the meta device, which knows nothing of causality: half of the attention less."""
+    config = families.shrink(type(families.AutoConfig.for_model(family)), tie_word_embeddings=False)
+    with torch.device("meta"):
+        options = {"attn_implementation": "sdpa", "experts_implementation": "batched_mm"}
+        model = AutoModelForCausalLM.from_config(config, **options)
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros((2, 64), dtype=torch.int64)).logits.sum().backward()
+    attention = 12 * config.num_attention_heads * config.head_dim * 64 * config.num_hidden_layers
+    expected = counter.get_total_flops() / 128 - attention / 2
+    assert script.flops_per_token(model, 64) == pytest.approx(expected, rel=0.02)
