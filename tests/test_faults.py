@@ -513,12 +513,14 @@ def rank_1_stops_in_training():
     break_third_loss(lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
-def test_non_finite_loss_stops_before_the_weights_are_touched(pool, tmp_path):
+def test_a_non_finite_loss_ends_the_run_before_it_is_saved(pool, tmp_path):
     flags = [*FLAGS, "--output_dir", tmp_path, "--num_train_steps", 6, "--save_every", 2]
     launch = pool.launch(2, *flags, before=loss_is_nan_at_step_4, timeout=90)
     output = "\n".join(launch.outputs)
     assert launch.codes == [2, 2] and output.count("error: step 4 has loss nan") == 1, output
     assert "Traceback" not in output
+    [(path, manifest)] = load_script().list_checkpoints(tmp_path)
+    assert manifest["step"] == 2 and len(read_metrics(tmp_path)) == 3, path
 
 
 def loss_is_nan_at_step_4():

@@ -17,6 +17,7 @@ from conftest import (
     relative,
     shard_model,
 )
+from torch._dynamo.utils import counters
 
 
 MESHES = [
@@ -71,6 +72,8 @@ def train_on_mesh(sizes, cases_and_norms, options=None):
             loss, norm, _ = script.train_step(model, optimizer, micro_batches, mesh, max_norm).tolist()
             losses.append(loss)
             norms.append(norm)
+        if (options or {}).get("compile"):  # each layer is one graph
+            assert counters["stats"]["unique_graphs"] > 0 and not counters["graph_break"], counters
         names = [name for name, _ in model.named_parameters()]
         grads = {name: grad.full_tensor() for name, grad in zip(names, optimizer.first_grads)}
         results.append((losses, norms, grads if torch.distributed.get_rank() == 0 else None))
