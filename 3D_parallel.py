@@ -51,37 +51,7 @@ for package, lowest, below in (("torch", (2, 11), (2, 16)), ("transformers", (5,
         needed = "{}.{} or later, below {}.{}".format(*lowest, *below)
         raise SystemExit(f"3D_parallel.py: error: {package} {version(package)} will not do, it takes {needed}")
 
-import filelock  # comes with torch
-import numpy as np
-import tokenizers  # comes with transformers
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
-import transformers
-from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
-from safetensors.torch import save_file  # comes with transformers
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # private, but named in torch's documentation
-from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers import HfArgumentParser  # the rest is imported after the arguments: it takes seconds
 
 
 # ---- 1 configuration -------------------------------------------------------------------------------------------------
@@ -149,8 +119,17 @@ def fail(sentence: str) -> NoReturn:
 
 
 def parse_arguments(argv: list[str]) -> Config:
-    """Read the flags, fill in the mesh from TP_SIZE, DP_SIZE, CP_SIZE and WORLD_SIZE, and refuse what cannot work."""
-    parser = transformers.HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False)
+    """Read the flags, fill in the mesh from TP_SIZE, DP_SIZE, CP_SIZE and WORLD_SIZE, and refuse what cannot work.
+
+    A JSON file of flags as the only argument does as well; each run leaves one, flags.json, in its output_dir.
+    """
+    if len(argv) == 1 and argv[0].endswith(".json"):
+        try:
+            flags = json.loads(Path(argv[0]).read_text())
+            argv = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+        except (OSError, ValueError, AttributeError) as error:
+            fail(f"{argv[0]} is no JSON file of flags: {error}")
+    parser = HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error, env = fail, os.environ.get
     parser.set_defaults(tp_size=env("TP_SIZE") or 1, dp_size=env("DP_SIZE") or None, cp_size=env("CP_SIZE") or 1)
     args = Config(**vars(parser.parse_args(argv)))
@@ -202,6 +181,42 @@ def parse_arguments(argv: list[str]) -> Config:
         works = " or ".join(str(n) for n in (args.seq_len - rest, args.seq_len - rest + unit) if n)
         fail(f"--seq_len {args.seq_len} does not divide by {unit} (cp_size {cp}, tp_size {tp}); {works} would work")
     return args
+
+
+if __name__ == "__main__":  # the help, and flags that cannot work, end here
+    parse_arguments(sys.argv[1:])
+
+import filelock  # comes with torch
+import numpy as np
+import tokenizers  # comes with transformers
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import transformers
+from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
+from safetensors.torch import save_file  # comes with transformers
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # private, but named in torch's documentation
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 
 # ---- 2 start ---------------------------------------------------------------------------------------------------------
@@ -2179,6 +2194,7 @@ def main(argv: list[str]) -> None:
     # 9: train, save
     if is_main := get_rank() == 0:
         describe_run(args, model, train_state["step"], source, len(tokens))
+        (output_dir / "flags.json").write_text(json.dumps(asdict(args), indent=1))
     background = None
     if args.async_save:  # with a cache from the start the stager pins its memory, which takes a GPU
         stager = BlockingAsyncStager(cache_staged_state_dict=device.type == "cuda")

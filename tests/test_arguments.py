@@ -3,12 +3,15 @@
 import functools
 import os
 import re
+import shutil
+import subprocess
+import sys
 import time
 from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import make_config
+from conftest import SCRIPT, make_config, read_metrics
 
 
 # transformers reads this when it is imported, which the process that forks the ranks does before any launch
@@ -378,3 +381,30 @@ def test_the_printed_command_keeps_flags_and_mesh(script, as_rank, monkeypatch):
         "torchrun --standalone --nproc_per_node 2 3D_parallel.py --tp_size 2 --dp_size 1 --cp_size 1 "
         "--output_dir 'a b' --resume auto --num_train_steps 14"
     )
+
+
+def test_a_json_file_of_flags_repeats_a_run(pool, tmp_path):
+    flags = ["--seq_len", 32, "--num_train_steps", 2, "--micro_batch_size", 2, "--eval_every", 2, "--resume", "auto"]
+    assert pool.launch(0, *flags, "--output_dir", tmp_path).codes == [0]
+    first = read_metrics(tmp_path)
+    file = tmp_path.with_suffix(".json")
+    (tmp_path / "flags.json").rename(file)
+    shutil.rmtree(tmp_path)
+    launch = pool.launch(0, file)
+    assert launch.codes == [0], launch.outputs
+    assert [row["loss"] for row in read_metrics(tmp_path)] == [row["loss"] for row in first]
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"no_such_flag": 1}', '{"seq_len": "x"}'])
+def test_a_json_file_that_is_none_is_refused(script, tmp_path, capsys, text):
+    (tmp_path / "flags.json").write_text(text)
+    with pytest.raises(SystemExit) as refusal:
+        script.parse_arguments([str(tmp_path / "flags.json")])
+    assert refusal.value.code == 2 and "error:" in capsys.readouterr().err
+
+
+def test_the_help_comes_before_heavy_imports():
+    code = f"import atexit, runpy, sys; sys.argv = ['x', '--help']; run = {str(SCRIPT)!r}, None, '__main__'"
+    check = f"{code}; atexit.register(lambda: print('torch' in sys.modules)); runpy.run_path(*run)"
+    run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and "--model_name" in run.stdout and run.stdout.endswith("False\n"), run.stdout[-200:]
