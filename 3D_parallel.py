@@ -1288,7 +1288,8 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
         if not decoded:  # the model runs its decoder in another way: these are the logits of all tokens
             return ChunkedLoss.apply(loss_of, output.logits, shifted_labels[:, None], 1, has_grad), ()
         hidden, labels = decoded[0].last_hidden_state, shifted_labels.unflatten(1, (tp, -1))
-        num_chunks = max(1, min(16, labels.numel() // 64))
+        # the head's gradient is added up once a chunk: of few tokens that takes as long as the products
+        num_chunks = max(1, min(16, max(8, labels.numel() // 512), labels.numel() // 128))
         parameters = {
             parameter for module in after for parameter in module.parameters(False) if parameter.requires_grad
         }
@@ -1748,8 +1749,9 @@ def reduce_loss_and_norm(loss_sum: Tensor, model: nn.Module, mesh: DeviceMesh | 
             axes = zip(grad.device_mesh.shape, grad.placements)
             copies, grad = math.prod(size for size, placement in axes if placement.is_replicate()), grad.to_local()
         if grad is not None:
-            by_copies.setdefault(copies, []).append(grad)
-    # private, but torch's public norms have no dtype for lists, and in float32 the CPU is off by 1e-3 at 28 M elements
+            # in pieces, each of which the CPU copies to float64; in float32 it is off by 1e-3 at 28 M elements
+            by_copies.setdefault(copies, []).extend(grad.flatten().split(2**18))
+    # private, but torch's public norms have no dtype for lists
     norms = {copies: torch._foreach_norm(grads, 2, dtype=torch.float64) for copies, grads in by_copies.items()}
     square = sum((torch.stack(parts).square().sum() / copies for copies, parts in norms.items()), 0 * loss_sum.double())
     tp = mesh["tp"].size() if mesh is not None else 1
