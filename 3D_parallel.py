@@ -1216,6 +1216,7 @@ class ChunkedLoss(torch.autograd.Function):
             for i, grad in enumerate(grads):
                 if grad is not None:  # summed in float32, whatever they are computed in
                     sums[i] = grad.float() if sums[i] is None else sums[i].add_(grad)
+            grad = grads = None  # else those of the head would live on until the next chunk has its own
         ctx.grads = [torch.cat(hidden_grads, 1), None, None, None, *sums] if has_grad else None
         return total
 
@@ -1225,31 +1226,43 @@ class ChunkedLoss(torch.autograd.Function):
         return None, *(grad if grad is None else grad.mul_(factor) for grad in grads)
 
 
-def sum_cross_entropy(logits: Tensor, labels: Tensor, tp_mesh: DeviceMesh | None, vocab_size: int) -> Tensor:
-    """The sum of the cross entropy over labels (N,) that are not -100, in float32.
+class SumCrossEntropy(torch.autograd.Function):
+    """The sum of the cross entropy over labels (N,) that are not -100, in float32; `apply` takes what `forward` does.
 
     Logits are (N, V), under tp this rank's (N, V/tp): then ranks exchange the highest logit of each token, and with one
-    more call the sum of the exponents and the logit of the label. Megatron-LM, arXiv 1909.08053, section 3.
+    more call the sum of the exponents and the logit of the label. Megatron-LM, arXiv 1909.08053, section 3. Of the
+    logits there is one float32 copy, which becomes their gradient; autograd's own would take three.
     """
-    logits = logits.float()
-    if tp_mesh is None:
-        return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-    highest = logits.detach().amax(dim=-1)
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=tp_mesh.get_group())
-    labels_here = labels - -(-vocab_size // tp_mesh.size()) * tp_mesh.get_local_rank()
-    is_here = (labels_here >= 0) & (labels_here < logits.shape[-1])
-    chosen = logits.gather(-1, labels_here.where(is_here, 0)[:, None]).squeeze(-1).masked_fill(~is_here, 0)
-    parts = torch.stack([(logits - highest[:, None]).exp().sum(dim=-1), chosen])
-    # each rank goes on with the sums, so that the gradient of a part is that of its sum
-    sums = DTensor.from_local(parts, tp_mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
-    exponents, chosen = sums.to_local(grad_placements=[Replicate()])
-    return (exponents.log() + highest - chosen).masked_fill(labels == -100, 0).sum()
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp_mesh: DeviceMesh | None, vocab_size: int) -> Tensor:
+        highest, is_label = logits.amax(dim=-1).float(), labels != -100
+        if tp_mesh is not None:
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=tp_mesh.get_group())
+            labels = labels - -(-vocab_size // tp_mesh.size()) * tp_mesh.get_local_rank()
+        is_here = (labels >= 0) & (labels < logits.shape[-1])
+        index = labels.where(is_here, 0)[:, None]
+        exponents = logits - highest[:, None]  # float32
+        chosen = exponents.gather(-1, index).squeeze(-1).where(is_here, 0)
+        parts = torch.stack([exponents.exp_().sum(dim=-1), chosen])
+        if tp_mesh is not None:
+            dist.all_reduce(parts, group=tp_mesh.get_group())
+        sums, chosen = parts
+        ctx.saved, ctx.dtype = (exponents, sums, index, is_here, is_label), logits.dtype
+        return ((sums.log() - chosen) * is_label).sum()
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple:
+        (exponents, sums, index, is_here, is_label), ctx.saved = ctx.saved, None
+        grad = exponents.mul_((is_label / sums * factor)[:, None])  # the softmax
+        grad.scatter_add_(-1, index, (is_here * -factor)[:, None])
+        return grad.to(ctx.dtype), None, None, None
 
 
 def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None) -> None:
     """Let `model(..., shifted_labels=labels)` return a loss and no logits, which then never exist as a whole.
 
-    It returns `sum_cross_entropy` of labels (B, S), and the logits of routers if the config asks for them, (tokens,
+    It returns the `SumCrossEntropy` of labels (B, S), and the logits of routers if the config asks for them, (tokens,
     experts) for each layer. The decoder runs once, what follows it in the model's own forward once for each of up to 16
     chunks of the sequence. Under tp a chunk has a piece of each rank's tokens.
     """
@@ -1282,7 +1295,7 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
                 del decoder.forward
 
         def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-            return sum_cross_entropy(logits.flatten(0, 1), labels.flatten(), tp_mesh, vocab_size)
+            return SumCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), tp_mesh, vocab_size)
 
         output, has_grad = run_on(None), torch.is_grad_enabled()
         if not decoded:  # the model runs its decoder in another way: these are the logits of all tokens
@@ -1914,8 +1927,9 @@ class Meter(TorchDispatchMode):
     the operator; the bytes are those of the whole tensor, before it is scattered or after it is gathered.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]):
+    def __init__(self, tensors: Iterable[Tensor], is_gloo: bool = False):
         super().__init__()
+        self.is_gloo = is_gloo
         self.flops, self.now, self.peak = 0, 0, 0
         self.sizes: dict[int, int] = {}  # of the storages that are alive
         self.collectives: dict[tuple[str, str], tuple[int, int]] = {}
@@ -1966,6 +1980,8 @@ class Meter(TorchDispatchMode):
                 calls, size = self.collectives.get(key, (0, 0))
                 largest = max(value.nbytes for value in values if isinstance(value, Tensor))
                 self.collectives[key] = calls + 1, size + largest
+                if self.is_gloo and "reduce_scatter" in key[1]:
+                    self.peak = max(self.peak, self.now + largest)  # it works on a copy of its input
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.hold(tensor)
@@ -1978,11 +1994,14 @@ def dry_run(args: Config, config: PreTrainedConfig) -> None:
     warnings.filterwarnings("ignore")
     dist.init_process_group("fake", rank=0, world_size=args.world_size)
     sizes = {"dp": args.dp_size, "cp": args.cp_size, "tp": args.tp_size}
-    mesh = build_mesh("cpu", **sizes, dp_replicate=args.dp_replicate_size)
+    # one process without a launcher has no mesh, nor FSDP's copies of what it gathers
+    mesh = build_mesh("cpu", **sizes, dp_replicate=args.dp_replicate_size) if args.world_size > 1 else None
     options = {"has_documents": args.document_mask, "activation_checkpointing": args.activation_checkpointing}
     model = build_model(config, mesh, "cpu", getattr(torch, args.dtype), seq_len=args.seq_len, **options)
     if args.device != "cpu":
         globals()["build_mask"] = lambda *ranges_and_kind: None
+    # in positions without data Transformers would see documents, and give each layer a mask
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     with FakeTensorMode(allow_non_fake_inputs=True):
         fill_buffers(model, torch.device("cpu"))
         optimizer = build_optimizer(model, args.weight_decay)
@@ -1993,7 +2012,7 @@ def dry_run(args: Config, config: PreTrainedConfig) -> None:
         held = [*model.parameters(), *model.buffers(), *moments, *(t for batch in batches for t in batch.values())]
         step = functools.partial(train_step, model, optimizer, batches, mesh, args.max_grad_norm)
         step()  # it also makes tensors of global shapes, by which DTensor finds out what it keeps for later steps
-        with Meter(held) as meter:
+        with Meter(held, is_gloo=args.device == "cpu") as meter:
             step()
         local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in model.parameters()]
         parameters = sum(tensor.nbytes for tensor in local)
@@ -2002,7 +2021,7 @@ def dry_run(args: Config, config: PreTrainedConfig) -> None:
     whole = 12 * total + 4 * len(local)  # as it lies in a checkpoint: weights, two moments and steps, in float32
     step_tokens, model_flops = args.global_batch_size * args.seq_len, flops_per_token(model, args.seq_len)
     axes: dict[str, str] = {}  # by the name of their group, which several may share
-    for axis in (*mesh.mesh_dim_names, "fsdp"):
+    for axis in (*mesh.mesh_dim_names, "fsdp") if mesh is not None else ():
         group = mesh[axis].get_group().group_name
         axes[group] = f"{axes[group]} {axis}" if group in axes else axis
     gib = 2**30
