@@ -1302,7 +1302,7 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
             return ChunkedLoss.apply(loss_of, output.logits, shifted_labels[:, None], 1, has_grad), ()
         hidden, labels = decoded[0].last_hidden_state, shifted_labels.unflatten(1, (tp, -1))
         # the head's gradient is added up once a chunk: of few tokens that takes as long as the products
-        num_chunks = max(1, min(16, max(8, labels.numel() // 512), labels.numel() // 128))
+        num_chunks = max(1, min(16, labels.numel() // 128))
         parameters = {
             parameter for module in after for parameter in module.parameters(False) if parameter.requires_grad
         }
