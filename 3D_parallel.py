@@ -4,6 +4,7 @@
     TP_SIZE=2 DP_SIZE=2 CP_SIZE=2 ./launch.sh    # the same on 8 processes
     torchrun --standalone --nproc_per_node 8 3D_parallel.py --tp_size 2 --cp_size 2 --model_name FOLDER_OR_HUB_ID
     python 3D_parallel.py                        # one process, no process group
+    python 3D_parallel.py --dry_run --world_size 64 --tp_size 8 --model_name FOLDER    # what a rank would need
 
 Read it from top to bottom, which is nearly the order in which a run goes through it; main has the exact one.
     1 configuration   2 start   3 model   4 plans   5 attention   6 data   7 loss   8 checkpoint   9 training   10 main
@@ -1297,23 +1298,17 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
         def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
             return SumCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), tp_mesh, vocab_size)
 
+        def loss_of_hidden(hidden: Tensor, labels: Tensor) -> Tensor:
+            return loss_of(run_on(hidden).logits, labels)
+
         output, has_grad = run_on(None), torch.is_grad_enabled()
         if not decoded:  # the model runs its decoder in another way: these are the logits of all tokens
             return ChunkedLoss.apply(loss_of, output.logits, shifted_labels[:, None], 1, has_grad), ()
         hidden, labels = decoded[0].last_hidden_state, shifted_labels.unflatten(1, (tp, -1))
         # the head's gradient is added up once a chunk: of few tokens that takes as long as the products
         num_chunks = max(1, min(16, labels.numel() // 128))
-        parameters = {
-            parameter for module in after for parameter in module.parameters(False) if parameter.requires_grad
-        }
-        loss = ChunkedLoss.apply(
-            lambda chunk, labels: loss_of(run_on(chunk).logits, labels),
-            hidden,
-            labels,
-            num_chunks,
-            has_grad,
-            *parameters,
-        )
+        parameters = {p for module in after for p in module.parameters(False) if p.requires_grad}
+        loss = ChunkedLoss.apply(loss_of_hidden, hidden, labels, num_chunks, has_grad, *parameters)
         has_routers = getattr(output, "aux_loss", None) is not None
         return loss, decoded[0].router_logits if has_routers else ()
 
@@ -2026,9 +2021,8 @@ def dry_run(args: Config, config: PreTrainedConfig) -> None:
         axes[group] = f"{axes[group]} {axis}" if group in axes else axis
     gib = 2**30
     print(f"one rank of {args.world_size}: {sizes}, {config.model_type}, {total:,} parameters, {args.dtype}")
-    print(
-        f"tokens a step: {step_tokens:,}, in micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size}"
-    )
+    micro_batch = f"{args.micro_batch_size} x {args.seq_len // args.cp_size}"
+    print(f"tokens a step: {step_tokens:,}, in micro-batches of {micro_batch}")
     print(f"memory, GiB: parameters {parameters / gib:.3f}, gradients {parameters / gib:.3f}, ", end="")
     print(f"optimizer {state / gib:.3f}, activations {max(0, meter.peak - 2 * parameters - state) / gib:.3f}")
     verdict = "fits" if meter.peak / gib <= args.device_memory else "does not fit"
