@@ -30,10 +30,13 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import sysconfig
 import tempfile
 import time
+import urllib.parse
+import urllib.request
 import uuid
 import warnings
 import weakref
@@ -188,6 +191,7 @@ if __name__ == "__main__":  # the help, and flags that cannot work, end here
     parse_arguments(sys.argv[1:])
 
 import filelock  # comes with torch
+import huggingface_hub
 import numpy as np
 import tokenizers  # comes with transformers
 import torch
@@ -323,6 +327,20 @@ def open_output_dir(output_dir: Path) -> filelock.BaseFileLock:
         fail(f"{failed}: it is not the same directory on all machines")
     probe.unlink(missing_ok=True)
     return lock
+
+
+def go_offline_without_hub(timeout_s: float = 5.0) -> None:
+    """Where the hub cannot be reached, make its libraries take what is cached at once, without a minute of retries."""
+    hub = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT)
+    if urllib.request.getproxies() or huggingface_hub.constants.HF_HUB_OFFLINE:
+        return
+    try:
+        socket.create_connection((hub.hostname, hub.port or (443 if hub.scheme == "https" else 80)), timeout_s).close()
+    except OSError:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{hub.hostname} cannot be reached: of models and datasets there is what is cached", flush=True)
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for datasets, which is not yet imported
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
 
 
 def flush(path: Path) -> None:
@@ -2161,6 +2179,8 @@ def main(argv: list[str]) -> None:
         export_checkpoint(path, Path(args.export_dir), getattr(torch, args.export_dtype))
         return print(f"Transformers folder: {args.export_dir}, of {path}, step {about['step']}", flush=True)
 
+    if any(name not in ("tiny", "stdlib") and not Path(name).exists() for name in (args.model_name, args.dataset_name)):
+        go_offline_without_hub()
     if args.dry_run:
         return dry_run(args, load_config(args.model_name))
 

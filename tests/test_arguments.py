@@ -408,3 +408,14 @@ def test_the_help_comes_before_heavy_imports():
     check = f"{code}; atexit.register(lambda: print('torch' in sys.modules)); runpy.run_path(*run)"
     run = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0 and "--model_name" in run.stdout and run.stdout.endswith("False\n"), run.stdout[-200:]
+
+
+def test_a_hub_that_cannot_be_reached_is_said_in_seconds(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    environment |= {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, str(SCRIPT), "--model_name", "no/such", "--output_dir", str(tmp_path / "run")]
+    started = time.monotonic()
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert run.returncode == 2 and "127.0.0.1 cannot be reached" in run.stdout, run
+    assert only_sentence([run.stderr], "the launch").startswith("the config of --model_name no/such cannot be read")
+    assert time.monotonic() - started < 20  # of which the imports take most
