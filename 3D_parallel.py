@@ -75,7 +75,11 @@ class Config:
     init_from: str | None = flag(None, "start from these weights: a checkpoint of any mesh, or a Transformers folder")
     dtype: Literal["float32", "bfloat16"] = flag("float32", "compute in this; parameters and optimizer stay float32")
     # data, mesh
-    dataset_name: str = flag("stdlib", "'stdlib' (Python's own source), a hub id, or a .txt/.jsonl/.parquet file")
+    dataset_name: str = flag(
+        "stdlib", "'stdlib' (Python's own source), a hub id, or .txt/.jsonl/.parquet/.csv, or a folder"
+    )
+    dataset_config: str | None = flag(None, "which of the hub dataset's configurations")
+    dataset_split: str = flag("train", "which split of a hub dataset or a folder")
     text_column: str = flag("text", "the column that holds the text")
     seq_len: int = flag(256, "tokens in a sequence; divides by 2 * cp, and a shard of it by tp")
     document_mask: bool = flag(False, "attention stays within each document, and positions begin anew in it")
@@ -1083,25 +1087,30 @@ def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documen
 # ---- 6 data ----------------------------------------------------------------------------------------------------------
 
 
-def read_documents(dataset_name: str, text_column: str) -> tuple[str, Iterator[list[str]], int, bool]:
+def read_documents(
+    dataset_name: str, text_column: str, config: str | None = None, split: str = "train"
+) -> tuple[str, Iterator[list[str]], int, bool]:
     """Open a text dataset: its fingerprint, batches of texts, their number, and whether each text is a document."""
     import datasets  # 1 s, and only one rank of a machine needs it
 
-    path, builders = Path(dataset_name), {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-    is_document = path.suffix != ".txt"  # else a line, so that a file of any size streams; all are one document
+    path, builders = Path(dataset_name), {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv"}
+    builders |= {".parquet": "parquet"}
+    files = sorted(str(file) for file in path.rglob("*.txt")) if path.is_dir() else [dataset_name]
+    # else a line, so that a file of any size streams; all are one document
+    is_document = not files or Path(files[0]).suffix != ".txt"
     if path.is_file() and path.stat().st_size == 0:
         raise ValueError("it is empty")
     if dataset_name == "stdlib":
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
         data = datasets.Dataset.from_dict({text_column: texts})
-    elif builder := builders.get(path.suffix):
+    elif builder := builders.get(path.suffix) if is_document else "text":
         options = {} if is_document else {"keep_linebreaks": True}
-        data = datasets.load_dataset(builder, data_files=dataset_name, split="train", **options)
+        data = datasets.load_dataset(builder, data_files=files, split="train", **options)
     elif path.is_file():
         raise ValueError(f"the name of a file must end in one of {', '.join(builders)}")
     else:
-        data = datasets.load_dataset(dataset_name, split="train")
+        data = datasets.load_dataset(dataset_name, config, split=split)
     column = text_column if is_document else "text"
     if column not in data.column_names:
         raise ValueError(f"it has no column {column}, but {', '.join(data.column_names)}; see --text_column")
@@ -1110,11 +1119,11 @@ def read_documents(dataset_name: str, text_column: str) -> tuple[str, Iterator[l
     return data._fingerprint, batches, math.ceil(len(data) / 1000), is_document
 
 
-def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedTokenizerBase) -> Path:
+def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Path:
     """Write all tokens of a dataset, documents end to end, to one file in the datasets cache, unless it is there."""
     import datasets
 
-    fingerprint, batches, total, is_document = read_documents(dataset_name, text_column)
+    fingerprint, batches, total, is_document = read_documents(dataset_name, text_column, **options)
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())) + repr(tokenizer.init_kwargs) + repr(tokenizer)
     key = hashlib.sha256(f"1 {fingerprint} {text_column} {vocabulary}".encode()).hexdigest()[:32]
     dtype = "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32"
@@ -1140,14 +1149,21 @@ def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedT
 
 
 def prepare_tokens(
-    dataset_name: str, text_column: str, tokenizer: PreTrainedTokenizerBase, group: ProcessGroup | None = None
+    dataset_name: str,
+    text_column: str,
+    tokenizer: PreTrainedTokenizerBase,
+    group: ProcessGroup | None = None,
+    **options: Any,
 ) -> np.ndarray:
-    """Tokenize once per machine; return all tokens as a read-only array on disk. A collective over `group`."""
+    """Tokenize once per machine; return all tokens as a read-only array on disk. A collective over `group`.
+
+    `options` are `config` and `split` of `read_documents`.
+    """
     path, local_rank = None, int(os.environ.get("LOCAL_RANK", 0))
-    works = "give 'stdlib', a .txt, .jsonl or .parquet file, or a hub id that can be reached"
+    works = "give 'stdlib', a .txt, .jsonl, .parquet or .csv file, a folder, or a hub id that can be reached"
     with on_all_ranks(f"--dataset_name {dataset_name} cannot be read, {works}", group):
         if local_rank == 0:
-            path = str(tokenize_to_file(dataset_name, text_column, tokenizer))
+            path = str(tokenize_to_file(dataset_name, text_column, tokenizer, **options))
     path = gather_objects(path, group)[get_rank() - local_rank]  # that of this machine's first rank
     return np.memmap(path, mode="r", dtype=path.rsplit(".", 1)[-1])
 
@@ -2191,7 +2207,15 @@ def main(argv: list[str]) -> None:
     mesh = build_mesh(device.type, **sizes, **options) if dist.is_initialized() else None
     _lock = open_output_dir(output_dir)  # held as long as this process lives
     path, origin = begin_run(args.resume, output_dir, args.verify_checksums)
-    data_flags = ("dataset_name", "seq_len", "global_batch_size", "document_mask", "seed")
+    data_flags = (
+        "dataset_name",
+        "dataset_config",
+        "dataset_split",
+        "seq_len",
+        "global_batch_size",
+        "document_mask",
+        "seed",
+    )
     data = {key: getattr(args, key) for key in data_flags}
     train_state = {**sizes, **data, **{key: origin[key] for key in ("run", "step", "tokens")}}
     if (changed := [key for key in data if origin.get(key, data[key]) != data[key]]) and get_rank() == 0:
@@ -2210,7 +2234,8 @@ def main(argv: list[str]) -> None:
 
     # 6: data; 3: weights, from a checkpoint, a folder or the seed
     slow_group = host_group(timeout_s=2 * 86400)  # while one rank reads, downloads or tokenizes
-    tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer, slow_group)
+    options = {"config": args.dataset_config, "split": args.dataset_split}
+    tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer, slow_group, **options)
     num_sequences, held_out = split_data(len(tokens), args)
     fill_buffers(model, device)
     if kind == "random":

@@ -87,7 +87,7 @@ def tokenize_on_rank(path, cache):
     script, calls = load_script(), []
     datasets.config.HF_DATASETS_CACHE = cache
     original = script.read_documents
-    script.read_documents = lambda *args: calls.append(dist.get_rank()) or original(*args)
+    script.read_documents = lambda *args, **options: calls.append(dist.get_rank()) or original(*args, **options)
     tokens = [script.prepare_tokens(path, "text", script.byte_tokenizer()).tolist() for _ in range(2)]
     return len(calls), tokens[0] == tokens[1], len(tokens[0])
 
@@ -97,3 +97,21 @@ def test_one_rank_of_a_machine_tokenizes(pool, tmp_path):
     results = pool.run(4, tokenize_on_rank, str(tmp_path / "a.txt"), str(tmp_path / "cache"))
     assert results == [(2, True, 500)] + [(0, True, 500)] * 3
     assert len(list((tmp_path / "cache" / "3d_parallel").iterdir())) == 1, "the second call must find the first's file"
+
+
+def test_folders_splits_and_csv(script, cache, tmp_path):
+    tokenizer = script.byte_tokenizer()
+
+    def read(name, column="text", **options):
+        return tokenizer.decode(script.prepare_tokens(str(tmp_path / name), column, tokenizer, **options))
+
+    (tmp_path / "texts" / "b").mkdir(parents=True)
+    (tmp_path / "texts" / "a.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "texts" / "b" / "c.txt").write_text("three\n")
+    assert read("texts") == "one\n\ntwo\nthree\n"
+    (tmp_path / "table.csv").write_text('id,body\n1,"a, b"\n2,c\n')
+    assert read("table.csv", "body") == "a, b<|endoftext|>c<|endoftext|>"
+    (tmp_path / "rows").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "rows" / f"{split}.jsonl").write_text(json.dumps({"text": f"of {split}"}) + "\n")
+    assert read("rows") == "of train<|endoftext|>" and read("rows", split="test") == "of test<|endoftext|>"
