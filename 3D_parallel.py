@@ -244,8 +244,9 @@ def start_process_group(device: str, timeout_s: int) -> torch.device:
         options["device_id"] = chosen
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         store, rank, size = next(dist.rendezvous("env://", timeout=options["timeout"]))
-        # torchrun keeps its store over a restart, and with it the addresses of dead ranks
-        store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torchrun keeps this store over a restart, and with it the addresses of dead ranks
+            store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
     return chosen
 
@@ -1620,16 +1621,24 @@ def begin_run(resume: str, output_dir: Path, with_checksums: bool) -> tuple[Path
     The latter is the manifest, or {"run": a new name, also the id at wandb, "step": 0, "tokens": 0}. An elastic restart
     goes on from what was saved since its launch, whatever `resume` says, and begins as the launch did if nothing was.
     """
-    restarts, launched = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), output_dir / ".launch.json"
-    if get_rank() == 0 and not (restarts and launched.exists() and launched.stat().st_size):
-        newest = max((manifest["saved"] for _, manifest in list_checkpoints(output_dir) if manifest), default=0)
-        run = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
-        launched.write_text(json.dumps({"run": run, "since": newest}))
-    launch = json.loads(gather_objects(launched.read_text() if get_rank() == 0 else "")[0])
-    found = find_checkpoint("auto", output_dir, launch["since"], with_checksums) if restarts else None
+    # after a machine came or went, torchrun may count no restart, or not the same on all; but one launcher has stayed
+    starts = gather_objects((os.environ.get("LAUNCH_ID"), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))))
+    ids, launched, launch = {name for name, _ in starts if name}, output_dir / ".launch.json", {}
+    restarted = any(restarts for _, restarts in starts)
+    if get_rank() == 0:
+        with contextlib.suppress(OSError, ValueError):  # there is none, or it is cut short
+            launch = json.loads(launched.read_text())
+        restarted = bool(ids.intersection(launch.get("ids", []))) if ids else restarted
+        if not (restarted and launch):
+            newest = max((manifest["saved"] for _, manifest in list_checkpoints(output_dir) if manifest), default=0)
+            launch = {"run": f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}", "since": newest}
+        launched.with_suffix(".tmp").write_text(json.dumps(launch | {"ids": sorted(ids)}))
+        os.replace(launched.with_suffix(".tmp"), launched)
+    launch, restarted = gather_objects((launch, restarted))[0]
+    found = find_checkpoint("auto", output_dir, launch["since"], with_checksums) if restarted else None
     if found is None and resume != "never":
         found = find_checkpoint(resume, output_dir, 0, with_checksums)
-    if found is None and (restarts or resume != "never") and get_rank() == 0:
+    if found is None and (restarted or resume != "never") and get_rank() == 0:
         print(f"no checkpoint to go on from in {output_dir}: the run starts at step 0", flush=True)
     return found or (None, {"run": launch["run"], "step": 0, "tokens": 0})
 

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import ROOT, SCRIPT, read_metrics
+from conftest import ROOT, SCRIPT, read_metrics, relative
 
 
 LAUNCHER = ROOT / "launch.sh"
 FLAGS = ["--num_train_steps", "2", "--wandb_mode", "disabled", "--device", "cpu"]
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 # what no run may print, good or bad: a destructor's complaint about the process group, or a warning of ours
 NOISE = re.compile(r"NOT been destroyed|Traceback|Warning")
 
@@ -194,11 +196,107 @@ def test_launcher_refuses_a_bad_mesh_size(tmp_path, argv, variables):
     )
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+@contextlib.contextmanager
+def machines(cwd, **variables):
+    """A function that starts launch.sh in the background, as on one of several machines; kills what is left at the end."""
+    environment = {name: value for name, value in os.environ.items() if not re.fullmatch(r"(TP|DP|CP)_SIZE", name)}
+    # PET_...: an option of torchrun; the name of this machine may not lead back to it
+    environment |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PET_LOCAL_ADDR": "127.0.0.1"} | variables
+    options, started = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": cwd}, []
+
+    def start_machine(*argv, **more):
+        argv = [str(word) for word in (LAUNCHER, *argv)]
+        started.append(subprocess.Popen(argv, env=environment | more, **options))
+        return started[-1]
+
+    try:
+        yield start_machine
+    finally:
+        for process in started:
+            if process.poll() is None:
+                lose(process)
+            process.stdout.close()
+
+
+def lose(process):
+    """Kill a launcher and its ranks at once, as when a machine is lost."""
+    for pid in (process.pid, *children(process.pid)):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_two_machines_are_one_run(tmp_path, plain):
+    """Two launches that meet at MASTER_ADDR, with one of two tp ranks each: the numbers of one process."""
+    meet = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TP_SIZE": "2", "DP_SIZE": "1"}
+    with machines(tmp_path, **meet) as start_machine:
+        both = [start_machine(*FLAGS, NODE_RANK=str(rank)) for rank in range(2)]
+        outputs = [process.communicate(timeout=240)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert not any(NOISE.search(output) for output in outputs), outputs
+    assert (tmp_path / "output/checkpoint_tp2_dp1_cp1/manifest.json").is_file(), outputs
+    assert f"NNODES=2 NODE_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT={meet['MASTER_PORT']}" in outputs[0], outputs[0]
+    for ours, theirs in zip(read_metrics(tmp_path / "output"), read_metrics(plain[0] / "output"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5), (ours, theirs)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks in /proc")
+def test_a_lost_machine_leaves_the_same_run_on_those_that_stay(pool, tmp_path):
+    """Elastic, NNODES=1:2: one of two machines is killed, the other goes on from the last checkpoint with dp 1."""
+    flags = ["--seq_len", 32, "--global_batch_size", 2, "--num_train_steps", 40, "--save_every", 4, "--device", "cpu"]
+    meet = {"NNODES": "1:2", "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "WANDB_MODE": "disabled"}
+    # seconds until a machine counts as lost, and until those that are there start without it, instead of 15 and 30
+    conf = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=3,is_host="
+    metrics, ended = tmp_path / "output" / "metrics.jsonl", time.monotonic() + 120
+    with machines(tmp_path, **meet) as start_machine:
+        stays, lost = (start_machine(*flags, PET_RDZV_CONF=f"{conf}{is_host}") for is_host in (1, 0))
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 9) and time.monotonic() < ended:
+            time.sleep(0.02)
+        lose(lost)
+        output, _ = stays.communicate(timeout=180)
+    assert stays.returncode == 0, output
+    rows = read_metrics(tmp_path / "output")
+    ranks = [round(row["tokens_per_second"] / row["tokens_per_second_per_rank"]) for row in rows]
+    first = ranks.index(1)
+    assert first >= 9 and set(ranks[:first]) == {2} and set(ranks[first:]) == {1}, f"{ranks}\n{output}"
+    assert rows[first]["step"] > 1 and rows[first]["step"] % 4 == 1, f"did not go on from a checkpoint: {output}"
+    assert [row["step"] for row in rows[first:]] == list(range(rows[first]["step"], 41))
+    assert len({row["run"] for row in rows}) == 1, "not one run"
+    assert pool.launch(0, *flags, "--output_dir", tmp_path / "unbroken").codes == [0]
+    unbroken = {row["step"]: row["loss"] for row in read_metrics(tmp_path / "unbroken")}
+    assert relative([row["loss"] for row in rows], [unbroken[row["step"]] for row in rows]) < 1e-5
+
+
+def test_ranks_that_are_started_again_know_their_launch(pool, tmp_path):
+    """When a machine comes, torchrun starts all ranks anew and counts no restart: LAUNCH_ID says that they go on."""
+    flags = ["--seq_len", 32, "--global_batch_size", 2, "--output_dir", tmp_path, "--num_train_steps"]
+    first = pool.launch(1, *flags, 2, env={"LAUNCH_ID": "a"})
+    more = pool.launch(2, *flags, 4, before=is_the_machine_of_rank_0_new)
+    other = pool.launch(1, *flags, 2, env={"LAUNCH_ID": "c", "TORCHELASTIC_RESTART_COUNT": "1"})
+    for launch, begin in (first, "tiny, step 0"), (more, "checkpoint_tp1_dp1_cp1, step 2"), (other, "tiny, step 0"):
+        assert set(launch.codes) == {0} and f"weights: {begin}" in launch.outputs[0].replace(f"{tmp_path}/", ""), launch
+
+
+def is_the_machine_of_rank_0_new():
+    os.environ["LAUNCH_ID"] = "b" if os.environ["RANK"] == "0" else "a"
+
+
 # what the launcher would start, told by an interpreter that only prints its arguments and the mesh
-COMMAND = """#!/usr/bin/env bash
+COMMAND = """
 echo "$@"
 echo "TP=$TP_SIZE DP=${DP_SIZE:-unset} CP=$CP_SIZE"
 """
+
+
+def program(path, body):
+    path.write_text(f"#!/usr/bin/env bash\n{body}")
+    path.chmod(0o755)
+    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -216,14 +314,81 @@ echo "TP=$TP_SIZE DP=${DP_SIZE:-unset} CP=$CP_SIZE"
     ids=["default", "environment", "flags win", "dashes", "empty", "GPUs", "not on GPUs", "GPUs hidden"],
 )
 def test_launcher_counts_the_processes(tmp_path, argv, variables, processes, mesh):
-    interpreter = tmp_path / "python"
-    interpreter.write_text(COMMAND)
-    interpreter.chmod(0o755)
-    environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHON": str(interpreter)} | variables
+    environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHON": program(tmp_path / "python", COMMAND)} | variables
     result = start([LAUNCHER, *argv.split()], tmp_path, **environment)
     assert result.code == 0, result.output
     assert f"--nproc_per_node {processes} " in result.output, result.output
     assert result.output.splitlines()[1] == mesh, result.output
+
+
+ELASTIC = {"NNODES": "1:4", "RDZV_ENDPOINT": "node0:29400"}
+STATIC = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
+STEP = {"SLURM_JOB_ID": "123", "SLURM_STEP_ID": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[7-8]"}
+STEP |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1", "SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "gpu[6-8]"}
+
+
+@pytest.mark.parametrize(
+    "variables, command",
+    [
+        ({"MAX_RESTARTS": "2"}, r"--standalone --max_restarts 2 --nproc_per_node 1 "),
+        (
+            STATIC | {"TP_SIZE": "4", "DP_SIZE": "2"},
+            r"--nnodes 2 --node_rank 1 --master_addr node0 --master_port 29500 --max_restarts 0 --nproc_per_node 4 ",
+        ),
+        (
+            ELASTIC | {"CUDA_VISIBLE_DEVICES": "0,1", "TP_SIZE": "2", "RDZV_ID": "mine"},
+            r"--nnodes 1:4 --rdzv_backend c10d --rdzv_endpoint node0:29400 --rdzv_id mine --max_restarts 3 "
+            r"--nproc_per_node 2 .*\nTP=2 DP=unset CP=1\n",
+        ),
+        (STEP, r"--nnodes 2 --node_rank 1 --master_addr gpu7 --master_port 15127 "),
+        (STEP | {"NNODES": "1:2"}, r"--nnodes 1:2 --rdzv_backend c10d --rdzv_endpoint gpu7:15127 --rdzv_id 123 "),
+        (STEP | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}, r"--standalone "),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "16"}, r"error: 16 tasks on 2 machines; srun --ntasks-per-node 1 would work"),
+        ({"NNODES": "two"}, r"error: NNODES=two is neither a number of machines nor LEAST:MOST"),
+        ({"NNODES": "1:4"}, r"error: NNODES=1:4 needs RDZV_ENDPOINT"),
+        ({"NNODES": "2"}, r"error: NNODES=2 needs NODE_RANK and MASTER_ADDR"),
+        (ELASTIC | {"DP_SIZE": "2"}, r"error: .*decide dp; leave DP_SIZE out"),
+        (STATIC | {"DP_SIZE": "3"}, r"error: NNODES=2 does not divide tp x dp x cp"),
+    ],
+)
+def test_launcher_on_several_machines(tmp_path, variables, command):
+    program(tmp_path / "scontrol", '[[ "$*" == "show hostnames gpu[7-8]" ]] && printf "%s\\n" gpu7 gpu8')
+    environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHON": program(tmp_path / "python", COMMAND)} | variables
+    result = start([LAUNCHER], tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}", **environment)
+    assert result.code == (2 if "error" in command else 0) and re.search(command, result.output), result.output
+
+
+def test_a_batch_job_starts_one_launcher_a_machine(tmp_path):
+    """sbatch runs a copy of launch.sh, which becomes srun, which starts the real one; each has the same LAUNCH_ID."""
+    program(tmp_path / "scontrol", f'[[ $2 == job ]] && echo "   Command={LAUNCHER} --seq_len 32" || echo gpu7')
+    body = """echo "srun $@"; while [[ $1 == --* ]]; do shift; done; export SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_NNODES=2
+    for node in 0 1; do SLURM_NODEID=$node "$@"; done"""
+    program(tmp_path / "srun", body)
+    shutil.copy(LAUNCHER, tmp_path / "slurm_script")
+    environment = {"PYTHON": program(tmp_path / "python", COMMAND + 'echo "$LAUNCH_ID $LAUNCHED_AS"')}
+    environment |= {"SLURM_JOB_ID": "123", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "8", "DP_SIZE": "4"}
+    environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    result = start(["bash", tmp_path / "slurm_script", "--seq_len", "32"], tmp_path, **environment)
+    srun, *lines = result.output.splitlines()
+    assert result.code == 0 and srun.startswith("srun --nodes=2 --ntasks=2 ") and "--cpus-per-task=8" in srun, srun
+    for rank in range(2):
+        command, mesh, again = lines[3 * rank : 3 * rank + 3]
+        assert f"--node_rank {rank} --master_addr gpu7 --master_port 15123 " in command, result.output
+        assert command.endswith(f"--nproc_per_node 2 --signals_to_handle {SIGNALS} {SCRIPT} --seq_len 32"), command
+        assert mesh == "TP=1 DP=4 CP=1" and again.startswith("slurm-123 ") and "sbatch --nodes=2 " in again, again
+
+
+def test_launcher_explains_itself(tmp_path):
+    result = start([LAUNCHER, "--help"], tmp_path)
+    assert result.code == 0 and "set -" not in result.output and "SBATCH" not in result.output, result.output
+    for name in ("TP_SIZE", "NNODES", "NODE_RANK", "MASTER_ADDR", "RDZV_ENDPOINT", "MAX_RESTARTS", "sbatch", "PYTHON"):
+        assert name in result.output, name
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+def test_shellcheck_has_nothing_to_say():
+    result = start(["shellcheck", LAUNCHER], ROOT)
+    assert (result.code, result.output) == (0, ""), result.output
 
 
 def test_launcher_in_a_folder_with_a_space(tmp_path):
