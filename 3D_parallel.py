@@ -1942,8 +1942,10 @@ def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path
         import wandb  # 3 s, and only here
 
         mode = ("online" if wandb.login(prompt=False, verify=False) else "offline") if mode == "auto" else mode
+        config |= {name: version(name) for name in ("torch", "transformers")}
         options = {"id": run_id, "resume": "allow", "mode": mode, "dir": str(output_dir), "config": config}
-        return wandb.init(project="3D_parallel", **options, settings=wandb.Settings(init_timeout=60, silent=True))
+        settings = wandb.Settings(init_timeout=60, silent=True, save_code=True)  # the script and its git commit
+        return wandb.init(project="3D_parallel", name=f"{output_dir.name} {run_id}", settings=settings, **options)
     except Exception as error:
         print(f"wandb is off: {first_line(error)}", flush=True)
         return None
@@ -2115,6 +2117,7 @@ def train(
 
     loader = ThreadPoolExecutor(1)  # makes the batch of the next step ready during this one
     batch = loader.submit(load_batch, first_step)
+    best, begun = (math.inf, 0), time.perf_counter()  # the lowest loss and its step
     bar = tqdm(total=args.num_train_steps, initial=first_step - 1, disable=not is_main, unit="step")
     for step in range(first_step, args.num_train_steps + 1):
         started, micro_batches = time.perf_counter(), batch.result()
@@ -2132,6 +2135,7 @@ def train(
         if step == first_step:
             check_first_step(model, mesh)
         train_state |= {"step": step, "tokens": train_state["tokens"] + step_tokens}
+        best = min(best, (loss, step))
 
         entry = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": train_state["tokens"]}
         speed = step_tokens / (time.perf_counter() - started)
@@ -2141,6 +2145,7 @@ def train(
             entry["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         if args.eval_every and step % args.eval_every == 0:
             entry["eval_loss"] = evaluate(model, tokens, held_out, args, shard, mesh)
+            entry["eval_perplexity"] = math.exp(min(entry["eval_loss"], 700))
         if is_main:
             with contextlib.suppress(OSError):  # a full disk ends the run at the next save, if it is still full then
                 print(json.dumps(entry), file=metrics, flush=True)
@@ -2164,8 +2169,15 @@ def train(
         profiler.stop()
     path = saving.result() if saving is not None else None
     bar.close()
+    if is_main and best[1]:
+        seconds, trained = time.perf_counter() - begun, (train_state["step"] - first_step + 1) * step_tokens
+        print(
+            f"{trained:,} tokens in {seconds:,.0f} s, {trained / seconds:,.0f} tokens/s, evaluations and saves included"
+        )
+        print(f"loss {loss:.4f}, at best {best[0]:.4f} in step {best[1]}", flush=True)
     if wandb_run is not None:
         with contextlib.suppress(Exception):
+            wandb_run.summary.update({"best_loss": best[0], "best_step": best[1], "checkpoint": str(path)})
             wandb_run.finish()
     return path
 
