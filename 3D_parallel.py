@@ -1070,7 +1070,7 @@ def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documen
         reason = f"attention with a mask of its own ({first_line(error, 80)})"
     family, config = config.model_type, config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    for kind in (rope,) if "rope_type" in rope else rope.values():  # of all layers, or by kinds of layers
+    for kind in (rope,) if "rope_type" in rope else filter(None, rope.values()):  # of all, or by kinds of layers
         limit = kind.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
         if by_attention_alone and kind.get("rope_type") in ("dynamic", "longrope") and seq_len > limit:
             # its frequencies depend on the largest position that a rank happens to hold
@@ -1318,7 +1318,10 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
 
             def stand_in(*args: Any, **kwargs: Any) -> Any:
                 if not decoded:
-                    decoded.append(run_decoder(*args, **kwargs))
+                    output = run_decoder(*args, **kwargs)
+                    if getattr(output, "last_hidden_state", None) is None:  # of some families it is the head
+                        return output
+                    decoded.append(output)
                 output = {name: value for name, value in decoded[0].items() if name != "router_logits"}
                 output["last_hidden_state"] = decoded[0].last_hidden_state[:, :1] if hidden is None else hidden
                 return type(decoded[0])(**output)
@@ -1774,6 +1777,8 @@ def sum_over_tp(parameters: Iterable[nn.Parameter], tp_mesh: DeviceMesh) -> None
     """Add up the gradients of parameters that tp does not cut, norms say: each rank has that of its own tokens and
     columns. One collective for all of them, in float32, after FSDP has summed what it shards."""
     grads = [p.grad.to_local() for p in parameters if p.grad is not None and p.placements[-1].is_replicate()]
+    if not grads:  # of a model whose norms have no weights
+        return
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat, group=tp_mesh.get_group())
     parts = flat.split([grad.numel() for grad in grads])
