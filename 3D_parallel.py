@@ -1339,7 +1339,9 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
             return loss_of(run_on(hidden).logits, labels)
 
         output, has_grad = run_on(None), torch.is_grad_enabled()
-        if not decoded:  # the model runs its decoder in another way: these are the logits of all tokens
+        if (
+            not decoded or output.logits.shape[1] != tp
+        ):  # the model goes another way: these are the logits of all tokens
             return ChunkedLoss.apply(loss_of, output.logits, shifted_labels[:, None], 1, has_grad), ()
         hidden, labels = decoded[0].last_hidden_state, shifted_labels.unflatten(1, (tp, -1))
         # the head's gradient is added up once a chunk: of few tokens that takes as long as the products
