@@ -1071,7 +1071,7 @@ def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documen
         reason = f"attention with a mask of its own ({first_line(error, 80)})"
     family, config = config.model_type, config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    for kind in (rope,) if "rope_type" in rope else rope.values():  # of all layers, or by kinds of layers
+    for kind in (rope,) if "rope_type" in rope else filter(None, rope.values()):  # of all, or by kinds of layers
         limit = kind.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
         if by_attention_alone and kind.get("rope_type") in ("dynamic", "longrope") and seq_len > limit:
             # its frequencies depend on the largest position that a rank happens to hold
@@ -1319,7 +1319,10 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
 
             def stand_in(*args: Any, **kwargs: Any) -> Any:
                 if not decoded:
-                    decoded.append(run_decoder(*args, **kwargs))
+                    output = run_decoder(*args, **kwargs)
+                    if getattr(output, "last_hidden_state", None) is None:  # of some families it is the head
+                        return output
+                    decoded.append(output)
                 output = {name: value for name, value in decoded[0].items() if name != "router_logits"}
                 output["last_hidden_state"] = decoded[0].last_hidden_state[:, :1] if hidden is None else hidden
                 return type(decoded[0])(**output)
@@ -1337,7 +1340,9 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
             return loss_of(run_on(hidden).logits, labels)
 
         output, has_grad = run_on(None), torch.is_grad_enabled()
-        if not decoded:  # the model runs its decoder in another way: these are the logits of all tokens
+        if (
+            not decoded or output.logits.shape[1] != tp
+        ):  # the model goes another way: these are the logits of all tokens
             return ChunkedLoss.apply(loss_of, output.logits, shifted_labels[:, None], 1, has_grad), ()
         hidden, labels = decoded[0].last_hidden_state, shifted_labels.unflatten(1, (tp, -1))
         # the head's gradient is added up once a chunk: of few tokens that takes as long as the products
@@ -1783,6 +1788,8 @@ def sum_over_tp(parameters: Iterable[nn.Parameter], tp_mesh: DeviceMesh) -> None
     """Add up the gradients of parameters that tp does not cut, norms say: each rank has that of its own tokens and
     columns. One collective for all of them, in float32, after FSDP has summed what it shards."""
     grads = [p.grad.to_local() for p in parameters if p.grad is not None and p.placements[-1].is_replicate()]
+    if not grads:  # of a model whose norms have no weights
+        return
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat, group=tp_mesh.get_group())
     parts = flat.split([grad.numel() for grad in grads])
@@ -1951,8 +1958,10 @@ def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path
         import wandb  # 3 s, and only here
 
         mode = ("online" if wandb.login(prompt=False, verify=False) else "offline") if mode == "auto" else mode
+        config |= {name: version(name) for name in ("torch", "transformers")}
         options = {"id": run_id, "resume": "allow", "mode": mode, "dir": str(output_dir), "config": config}
-        return wandb.init(project="3D_parallel", **options, settings=wandb.Settings(init_timeout=60, silent=True))
+        settings = wandb.Settings(init_timeout=60, silent=True, save_code=True)  # the script and its git commit
+        return wandb.init(project="3D_parallel", name=f"{output_dir.name} {run_id}", settings=settings, **options)
     except Exception as error:
         print(f"wandb is off: {first_line(error)}", flush=True)
         return None
@@ -2124,6 +2133,7 @@ def train(
 
     loader = ThreadPoolExecutor(1)  # makes the batch of the next step ready during this one
     batch = loader.submit(load_batch, first_step)
+    best, begun = (math.inf, 0), time.perf_counter()  # the lowest loss and its step
     bar = tqdm(total=args.num_train_steps, initial=first_step - 1, disable=not is_main, unit="step")
     for step in range(first_step, args.num_train_steps + 1):
         started, micro_batches = time.perf_counter(), batch.result()
@@ -2141,6 +2151,7 @@ def train(
         if step == first_step:
             check_first_step(model, mesh)
         train_state |= {"step": step, "tokens": train_state["tokens"] + step_tokens}
+        best = min(best, (loss, step))
 
         entry = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": train_state["tokens"]}
         speed = step_tokens / (time.perf_counter() - started)
@@ -2150,6 +2161,7 @@ def train(
             entry["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         if args.eval_every and step % args.eval_every == 0:
             entry["eval_loss"] = evaluate(model, tokens, held_out, args, shard, mesh)
+            entry["eval_perplexity"] = math.exp(min(entry["eval_loss"], 700))
         if is_main:
             with contextlib.suppress(OSError):  # a full disk ends the run at the next save, if it is still full then
                 print(json.dumps(entry), file=metrics, flush=True)
@@ -2173,8 +2185,15 @@ def train(
         profiler.stop()
     path = saving.result() if saving is not None else None
     bar.close()
+    if is_main and best[1]:
+        seconds, trained = time.perf_counter() - begun, (train_state["step"] - first_step + 1) * step_tokens
+        print(
+            f"{trained:,} tokens in {seconds:,.0f} s, {trained / seconds:,.0f} tokens/s, evaluations and saves included"
+        )
+        print(f"loss {loss:.4f}, at best {best[0]:.4f} in step {best[1]}", flush=True)
     if wandb_run is not None:
         with contextlib.suppress(Exception):
+            wandb_run.summary.update({"best_loss": best[0], "best_step": best[1], "checkpoint": str(path)})
             wandb_run.finish()
     return path
 

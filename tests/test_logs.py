@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,48 @@ def test_wandb_runs_offline_where_there_is_no_key(pool, tmp_path):
     launch = pool.launch(2, *FLAGS, "--dp_size", 2, "--output_dir", tmp_path, env=env)
     assert launch.codes == [0, 0], launch.outputs
     [run] = (tmp_path / "wandb").glob("offline-run-*")
-    assert list(run.glob("*.wandb")), "rank 0, and no other, writes a run"
+    [file] = run.glob("*.wandb")  # rank 0, and no other, writes a run
+    history, summary, config = read_wandb(file)
+    rows = read_metrics(tmp_path)
+    for key in ("loss", "grad_norm", "lr", "tokens"):
+        assert [row[key] for row in history] == [row[key] for row in rows], key
+    assert summary["best_loss"] == min(row["loss"] for row in rows)
+    assert summary["checkpoint"] == str(tmp_path / "checkpoint_tp1_dp2_cp1")
+    assert config["seq_len"] == 32 and config["torch"] == version("torch")
+
+
+def read_wandb(file):
+    """History, summary and config of an offline run: wandb's records, in the log format of LevelDB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, begun, history, summary, config = file.read_bytes(), 7, b"", [], {}, {}  # 7 bytes of header
+    while position + 7 <= len(data):
+        left, length, kind = (
+            -position % 2**15,
+            int.from_bytes(data[position + 4 : position + 6], "little"),
+            data[position + 6],
+        )
+        if 0 < left < 7 or kind == 0:  # the rest of a block of 32 KiB is padding
+            position += left or 2**15
+            continue
+        begun = (
+            data[position + 7 : position + 7 + length]
+            if kind in (1, 2)
+            else begun + data[position + 7 : position + 7 + length]
+        )
+        position += 7 + length
+        if kind in (2, 3):  # there is more of it
+            continue
+        record = Record()
+        record.ParseFromString(begun)
+        named = [
+            {i.key or i.nested_key[0]: json.loads(i.value_json) for i in items}
+            for items in (record.history.item, record.summary.update, record.run.config.update, record.config.update)
+        ]
+        history += [named[0]] if named[0] else []
+        summary |= named[1]
+        config |= named[2] | named[3]
+    return history, summary, config
 
 
 def break_wandb():
