@@ -19,6 +19,8 @@ from conftest import ROOT, SCRIPT, read_metrics, relative
 LAUNCHER = ROOT / "launch.sh"
 FLAGS = ["--num_train_steps", "2", "--wandb_mode", "disabled", "--device", "cpu"]
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+# the variables that launch.sh reads, and Slurm's, in a job of which these tests may run
+LAUNCHES = re.compile(r"(TP|DP|CP)_SIZE|NNODES|NODE_RANK|MAX_RESTARTS|LAUNCH_ID|(MASTER|RDZV|PET|SLURM)_\w+")
 # what no run may print, good or bad: a destructor's complaint about the process group, or a warning of ours
 NOISE = re.compile(r"NOT been destroyed|Traceback|Warning")
 
@@ -47,7 +49,7 @@ class Result(NamedTuple):
 
 def start(argv, cwd, timeout=240, **variables):
     """Run a command as a user's shell would, without what this test's own environment says about ranks and meshes."""
-    environment = {name: value for name, value in os.environ.items() if not re.fullmatch(r"(TP|DP|CP)_SIZE", name)}
+    environment = {name: value for name, value in os.environ.items() if not LAUNCHES.fullmatch(name)}
     environment |= {"PYTHON": sys.executable, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | variables
     started = time.monotonic()
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": timeout}
@@ -204,8 +206,8 @@ def free_port():
 
 @contextlib.contextmanager
 def machines(cwd, **variables):
-    """A function that starts launch.sh in the background, as on one of several machines; kills what is left at the end."""
-    environment = {name: value for name, value in os.environ.items() if not re.fullmatch(r"(TP|DP|CP)_SIZE", name)}
+    """A function that starts launch.sh in the background, as on one of several machines; what is left is killed."""
+    environment = {name: value for name, value in os.environ.items() if not LAUNCHES.fullmatch(name)}
     # PET_...: an option of torchrun; the name of this machine may not lead back to it
     environment |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PET_LOCAL_ADDR": "127.0.0.1"} | variables
     options, started = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": cwd}, []
@@ -361,7 +363,8 @@ def test_launcher_on_several_machines(tmp_path, variables, command):
 def test_a_batch_job_starts_one_launcher_a_machine(tmp_path):
     """sbatch runs a copy of launch.sh, which becomes srun, which starts the real one; each has the same LAUNCH_ID."""
     program(tmp_path / "scontrol", f'[[ $2 == job ]] && echo "   Command={LAUNCHER} --seq_len 32" || echo gpu7')
-    body = """echo "srun $@"; while [[ $1 == --* ]]; do shift; done; export SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_NNODES=2
+    body = """echo "srun $@"; while [[ $1 == --* ]]; do shift; done
+    export SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_NNODES=2
     for node in 0 1; do SLURM_NODEID=$node "$@"; done"""
     program(tmp_path / "srun", body)
     shutil.copy(LAUNCHER, tmp_path / "slurm_script")
