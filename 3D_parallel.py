@@ -126,17 +126,23 @@ def fail(sentence: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def read_flags(argv: list[str]) -> list[str]:
+    """The arguments themselves, or those that a JSON file holds, if that is the only argument."""
+    if len(argv) == 1 and argv[0].endswith(".json"):
+        try:
+            flags = json.loads(Path(argv[0]).read_text())
+            return [f"--{name}={value}" for name, value in flags.items() if value is not None]
+        except (OSError, ValueError, AttributeError) as error:
+            fail(f"{argv[0]} is no JSON file of flags: {error}")
+    return argv
+
+
 def parse_arguments(argv: list[str]) -> Config:
     """Read the flags, fill in the mesh from TP_SIZE, DP_SIZE, CP_SIZE and WORLD_SIZE, and refuse what cannot work.
 
     A JSON file of flags as the only argument does as well; each run leaves one, flags.json, in its output_dir.
     """
-    if len(argv) == 1 and argv[0].endswith(".json"):
-        try:
-            flags = json.loads(Path(argv[0]).read_text())
-            argv = [f"--{name}={value}" for name, value in flags.items() if value is not None]
-        except (OSError, ValueError, AttributeError) as error:
-            fail(f"{argv[0]} is no JSON file of flags: {error}")
+    argv = read_flags(argv)
     parser = HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error, env = fail, os.environ.get
     parser.set_defaults(tp_size=env("TP_SIZE") or 1, dp_size=env("DP_SIZE") or None, cp_size=env("CP_SIZE") or 1)
@@ -156,6 +162,8 @@ def parse_arguments(argv: list[str]) -> Config:
     world_size = int(env("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
     if args.dry_run and world_size > 1:
         fail(f"--dry_run takes one process, but there are {world_size}; --world_size is for the ranks to plan for")
+    if args.world_size > 1 and not args.dry_run:
+        fail(f"--world_size {args.world_size} is for --dry_run; a launcher such as torchrun sets the number of ranks")
     world_size = args.world_size if args.dry_run else world_size
     if args.export_dir is not None:
         folder = Path(args.export_dir)
@@ -460,10 +468,15 @@ def check_family(family: str, sizes: dict[str, int]) -> None:
 # ---- 4 plans: tensor parallel, then FSDP -----------------------------------------------------------------------------
 
 
+def find_decoder(model: PreTrainedModel) -> nn.Module:
+    decoder = model.get_decoder()  # of modernbert-decoder that is its output head
+    return decoder if any(isinstance(module, nn.ModuleList) for module in decoder.modules()) else model.base_model
+
+
 def find_decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers, found by structure: what the outermost module lists of the decoder hold, if it has parts."""
     lists: dict[str, nn.ModuleList] = {}
-    for name, module in model.get_decoder().named_modules():
+    for name, module in find_decoder(model).named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
             lists[name] = module
     return [layer for layers in lists.values() for layer in layers if any(True for _ in layer.children())]
@@ -655,6 +668,8 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
     family, head, embedding = config.model_type, model.get_output_embeddings(), model.get_input_embeddings()
     if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding) or list(embedding.children()):
         fail(f"{family} has no plain embedding and output head to split; tp_size 1 would work")
+    if -(-embedding.num_embeddings // tp) * (tp - 1) >= embedding.num_embeddings:
+        fail(f"tp_size {tp} leaves a rank without any of the {embedding.num_embeddings} tokens of this {family}")
     if noisy := [name for name, value in config.to_dict().items() if "jitter" in name and value]:
         fail(f"the routers of {family} have {noisy[0]}, and would differ between tp ranks; tp_size 1 would work")
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -859,7 +874,7 @@ def init_weights(model: PreTrainedModel, config: PreTrainedConfig, seed: int) ->
     prefixes = {module: f"{name}." if name else "" for name, module in twin.named_modules()}
     units = [[*layer.modules()] for layer in find_decoder_layers(twin)]
     units.append([*prefixes.keys() - {module for unit in units for module in unit}])
-    targets = dict(model.named_parameters())
+    targets, is_whole = dict(model.named_parameters()), True
     for i, unit in enumerate(units):
         owner = i % ranks
         if owner == rank:
@@ -868,12 +883,22 @@ def init_weights(model: PreTrainedModel, config: PreTrainedConfig, seed: int) ->
                 module._is_hf_initialized = module not in unit  # transformers' own mark, as above
             for module in unit:
                 module.to_empty(device="cpu", recurse=False)
+                for parameter in module.parameters(recurse=False):
+                    parameter.data.fill_(math.nan)
             twin.initialize_weights()
+            is_whole &= not any(p.isnan().any() for module in unit for p in module.parameters(recurse=False))
         for module in sorted(unit, key=prefixes.get):
             for name, full in module.named_parameters(recurse=False):
                 if (target := targets.get(prefixes[module] + name)) is not None:  # None: the other name of a tied one
                     copy_from_rank(owner, full if owner == rank else None, target)
             module.to_empty(device="meta", recurse=False)
+    if not all(gather_objects(is_whole)):  # some parameters keep what their constructor gives them: the general way
+
+        def draw() -> PreTrainedModel:
+            torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+
+        send_weights(model, draw, "the seed", None)
 
 
 def read_safetensors(model: PreTrainedModel, folder: Path) -> bool:
@@ -896,7 +921,7 @@ def read_safetensors(model: PreTrainedModel, folder: Path) -> bool:
     plain = (torch.float32, torch.bfloat16, torch.float16)
     fits = {name: tuple(t.shape) for name, t in state.items()}.items() <= {
         (name, tuple(entry.size)) for name, entry in saved.items() if entry.properties.dtype in plain
-    } and saved.keys() <= state.keys() | tied.keys()
+    } and saved.keys() <= state.keys()
     if not all(gather_objects(fits)):
         return False
     with on_all_ranks(failed):
@@ -912,6 +937,11 @@ def send_weights(model: nn.Module, read_weights: Callable, source: str, group: P
             full_tensors = read_weights().state_dict()
             if lacking := sorted({name for name, _ in model.named_parameters()} - full_tensors.keys()):
                 raise ValueError(f"they lack {lacking[0]}")
+            for alias, name in tied_names(model).items():
+                if alias in full_tensors and not torch.equal(full_tensors[alias], full_tensors[name]):
+                    raise ValueError(
+                        f"{alias} differs from {name}, but the config ties them: tie_word_embeddings false"
+                    )
     persistent = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
     for name, target in (*model.named_parameters(), *buffers):
@@ -949,8 +979,8 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> Call
 
     Keys and values are gathered along the sequence (they are small under grouped-query attention), queries stay, and
     each chunk of them runs attention on what it can see: the method of Llama 3, arXiv 2407.21783, section 3.3.2.
-    `.positions`, (B, S), keeps attention within documents: the position of each token in its own one. `.callers`
-    collects the modules that called.
+    `.positions`, (B, S), keeps attention within documents: the position of each token in its own one. A module that
+    calls it gets the attribute `has_called`.
     """
     cp_rank, cp_size = (cp_mesh.get_local_rank(), cp_mesh.size()) if cp_mesh is not None else (0, 1)
     chunks = (cp_rank, 2 * cp_size - 1 - cp_rank) if cp_size > 1 else (0,)
@@ -969,7 +999,7 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> Call
         dropout: float = 0.0,
         **kwargs,
     ) -> tuple[Tensor, None]:
-        attention.callers.add(module)
+        module.has_called = True
         if not isinstance(attention_mask, tuple) or not getattr(module, "is_causal", True):
             raise ValueError("attention that is not causal, or has a mask of its own")
         others = {name for name, value in kwargs.items() if isinstance(value, Tensor)} - {"position_ids", "s_aux"}
@@ -1004,7 +1034,7 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> Call
             outputs.append(forward(module, q, k, v, mask, scaling=scaling, dropout=dropout, **kwargs)[0])
         return torch.cat(outputs, dim=1), None  # (B, S/cp, heads, D)
 
-    attention.callers, attention.positions = set(), None
+    attention.positions = None
     return attention
 
 
@@ -1060,7 +1090,7 @@ def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documen
             attention.positions = ids if has_documents else None
             model(input_ids=ids, position_ids=ids, attention_mask=ids + 1, use_cache=False)
             if by_attention_alone and any(
-                attention.callers.isdisjoint(layer.modules()) for layer in find_decoder_layers(model)
+                not any(hasattr(m, "has_called") for m in layer.modules()) for layer in find_decoder_layers(model)
             ):
                 raise ValueError("layers that mix tokens by other means than attention")
     except ValueError as error:
@@ -1302,7 +1332,7 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
     experts) for each layer. The decoder runs once, what follows it in the model's own forward once for each of up to 16
     chunks of the sequence. Under tp a chunk has a piece of each rank's tokens.
     """
-    decoder, own_forward, tp = model.get_decoder(), model.forward, 1 if tp_mesh is None else tp_mesh.size()
+    decoder, own_forward, tp = find_decoder(model), model.forward, 1 if tp_mesh is None else tp_mesh.size()
     if decoder is model:  # the model names none: the child that has the layers
         decoder = next(child for child in model.children() if find_decoder_layers(model)[0] in {*child.modules()})
     after = [module for module in model.modules() if module not in {*decoder.modules()}]
@@ -1378,7 +1408,7 @@ def count_experts(model: nn.Module, micro_batches: list[dict], mesh: DeviceMesh 
     if not routers:
         return None
     chosen = torch.cat([logits.topk(config.num_experts_per_tok).indices.flatten() for logits in routers])
-    counts = torch.bincount(chosen, minlength=routers[0].shape[-1])
+    counts = chosen.new_zeros(routers[0].shape[-1]).scatter_add_(0, chosen, torch.ones_like(chosen))
     if mesh is not None:
         dist.all_reduce(counts)
         counts //= mesh["tp"].size()  # tp ranks route the same tokens
@@ -1872,14 +1902,20 @@ def flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
     6 x (heads x head size) x seq_len. What is computed twice to save memory does not count.
     """
     config = model.config.get_text_config()
-    heads, hidden = getattr(config, "num_attention_heads", 0), model.get_input_embeddings().embedding_dim
-    width = heads * (getattr(config, "head_dim", None) or hidden // max(1, heads))
+    hidden = model.get_input_embeddings().embedding_dim
+    try:
+        heads = getattr(config, "num_attention_heads", 0)
+        width = heads * (getattr(config, "head_dim", None) or hidden // max(1, heads))
+    except RuntimeError:  # of Transformers: they differ between layers
+        width = hidden
     share = getattr(config, "num_experts_per_tok", None) or 1
     met = 0 if model.get_output_embeddings() is None else model.get_output_embeddings().weight.numel()
     for layer in find_decoder_layers(model):
         for module in layer.modules():
             size = sum(parameter.numel() for parameter in module.parameters(False))
-            met += size * share / next(module.parameters(False)).shape[0] if is_experts(module) else size
+            # not is_experts: tp has divided num_experts
+            stacked = [p for p in module.parameters(False) if p.ndim == 3] if hasattr(module, "num_experts") else []
+            met += size * share / stacked[0].shape[0] if stacked else size
         met += width * seq_len
     return 6 * met
 
@@ -1907,14 +1943,14 @@ def start_profiler(folder: Path, device: torch.device) -> torch.profiler.profile
 def check_first_step(model: PreTrainedModel, mesh: DeviceMesh | None) -> None:
     """Refuse a model whose layers did not all run the attention over the whole sequence, or that is not all cut."""
     family, layers, attention = model.config.model_type, find_decoder_layers(model), model.attention_function
-    calls = sum(not attention.callers.isdisjoint(layer.modules()) for layer in layers) if attention is not None else 0
+    calls = sum(any(hasattr(m, "has_called") for m in layer.modules()) for layer in layers)
     is_cut = mesh is not None and mesh["cp"].size() > 1
     if (is_cut or (attention is not None and attention.positions is not None)) and calls < len(layers):
         # such a layer sees only a part of the sequence, or other documents
         fail(f"{calls} of {len(layers)} layers of {family} ran context-parallel attention, not all")
     axes = {"fsdp", "tp"} if mesh is not None and mesh["tp"].size() > 1 else {"fsdp"}
     for name, parameter in model.named_parameters() if mesh is not None else []:
-        if not isinstance(parameter, DTensor) or set(parameter.device_mesh.mesh_dim_names) != axes:
+        if not isinstance(parameter, DTensor) or {*parameter.device_mesh.mesh_dim_names} - {"dp_replicate"} != axes:
             fail(f"{name} of {family} is not cut over the whole mesh: do not trust its gradient")
 
 
@@ -2048,13 +2084,15 @@ def dry_run(args: Config, config: PreTrainedConfig) -> None:
     if args.device != "cpu":
         globals()["build_mask"] = lambda *ranges_and_kind: None
     # in positions without data Transformers would see documents, and give each layer a mask
+    transformers.integrations.moe._can_use_grouped_mm = lambda *tensors: False
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     with FakeTensorMode(allow_non_fake_inputs=True):
         fill_buffers(model, torch.device("cpu"))
         optimizer = build_optimizer(model, args.weight_decay)
         init_optimizer_state(optimizer)
         tokens = torch.zeros((args.global_batch_size, args.seq_len), dtype=torch.int64)
-        batches = shard_batch(tokens, tokens, mesh, args.micro_batch_size, torch.device("cpu"))
+        options = {"document_end": 1 if args.document_mask else None, "device": torch.device("cpu")}
+        batches = shard_batch(tokens, tokens, mesh, args.micro_batch_size, **options)
         moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
         held = [*model.parameters(), *model.buffers(), *moments, *(t for batch in batches for t in batch.values())]
         step = functools.partial(train_step, model, optimizer, batches, mesh, args.max_grad_norm)
@@ -2214,6 +2252,7 @@ def describe_run(args: Config, model: nn.Module, step: int, source: str, num_tok
 
 
 def main(argv: list[str]) -> None:
+    argv = read_flags(argv)
     args = parse_arguments(argv)
     output_dir = Path(args.output_dir)
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what DCP tells one process
@@ -2226,7 +2265,11 @@ def main(argv: list[str]) -> None:
     if any(name not in ("tiny", "stdlib") and not Path(name).exists() for name in (args.model_name, args.dataset_name)):
         go_offline_without_hub()
     if args.dry_run:
-        return dry_run(args, load_config(args.model_name))
+        config = load_config(args.model_name)
+        try:
+            return dry_run(args, config)
+        except Exception as error:
+            fail(f"{config.model_type} cannot be planned without data: {first_line(error)}")
 
     # 2: process group, mesh, output directory; 8: where the run begins
     device = start_process_group(args.device, args.timeout)

@@ -72,6 +72,7 @@ BAD_FLAGS = [
     Flags("seq_len under cp", "--cp_size 2 --seq_len 30", r"seq_len 30 .* by 4 .*; 28 or 32 would work", 2),
     Flags("seq_len below all", "--cp_size 2 --tp_size 4 --seq_len 3", r"seq_len 3 .* by 8 .*; 8 would work", 8),
     Flags("seq_len zero", "--seq_len 0", r"--seq_len 0 must be at least 1"),
+    Flags("a world without a plan", "--world_size 8", r"--world_size 8 is for --dry_run"),
     Flags("no steps", "--num_train_steps 0", r"--num_train_steps 0 must be at least 1"),
     Flags("learning rate nan", "--learning_rate nan", r"--learning_rate nan must be at least 0"),
     Flags("learning rate negative", "--learning_rate -1", r"--learning_rate -1.0 must be at least 0"),

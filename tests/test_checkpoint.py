@@ -429,6 +429,7 @@ def test_whole_runs_resume_in_another_mesh(pool, tmp_path):
     mesh = ["--tp_size", 2, "--cp_size", 2, "--dp_replicate_size", 2, "--activation_checkpointing", "full"]
     launch = pool.launch(8, *flags, *stop, *mesh, before=stop_after_step_2)
     assert all(launch.codes), launch.outputs  # 7, or another rank's word that one is gone
+    assert (parts / "checkpoint_tp2_dp2_cp2").is_dir(), launch.outputs
     launch = pool.launch(2, *flags, *stop, "--resume", "auto", "--tp_size", 2, before=stop_after_step_4)
     assert all(launch.codes), launch.outputs
     launch = pool.launch(0, *flags, *stop, "--resume", "auto")

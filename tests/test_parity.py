@@ -72,6 +72,7 @@ def train_on_mesh(sizes, cases_and_norms, options=None):
             loss, norm, _ = script.train_step(model, optimizer, micro_batches, mesh, max_norm).tolist()
             losses.append(loss)
             norms.append(norm)
+        script.check_first_step(model, mesh)  # as each run does: it ends those whose layers went another way
         if (options or {}).get("compile"):  # each layer is one graph
             assert counters["stats"]["unique_graphs"] > 0 and not counters["graph_break"], counters
         names = [name for name, _ in model.named_parameters()]

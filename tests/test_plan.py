@@ -24,6 +24,7 @@ LLAMA = {"8B": (32, 4096, 14336, 32), "70B": (80, 8192, 28672, 64), "405B": (126
 NAMES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
 SAME = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
 REFUSED = {
+    "--world_size 3 --tp_size 7 --dp_size 1": "tp_size 7 x dp_size 1 x cp_size 1 needs 7 processes, but there are 3",
     "--world_size 8 --dp_replicate_size 3": "--dp_replicate_size 3 does not divide dp_size 8; 1, 2, 4, 8 would work",
     "--world_size 6 --tp_size 4": "needs 4 processes, but there are 6; --world_size 4 would work",
 }
@@ -118,3 +119,11 @@ def test_a_plan_that_cannot_be_is_refused_in_one_sentence(pool, tmp_path, flags)
     refused = pool.launch(0, *write_config(tmp_path, SMALL), *flags.split())
     assert refused.codes == [2] and REFUSED[flags] in refused.outputs[0], refused
     assert len(refused.outputs[0].splitlines()) == 1, refused
+
+
+def test_experts_and_documents_can_be_planned(pool, tmp_path):
+    config = transformers.MixtralConfig(**SMALL, num_local_experts=4, output_router_logits=True)
+    config.save_pretrained(tmp_path)
+    flags = ["--model_name", tmp_path, "--world_size", 4, "--tp_size", 2, "--seq_len", 64, "--document_mask"]
+    planned = pool.launch(0, "--dry_run", *flags)
+    assert planned.codes == [0] and "GiB, which fits" in planned.outputs[0], planned.outputs

@@ -40,8 +40,9 @@ def draw(config, sizes, seed):
     return full_state(model)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "apertus"])
 def test_drawn_weights_are_those_of_transformers_in_every_mesh(pool, family):
+    # some parameters of apertus are set by their constructor alone
     if family == "gpt2":  # whose projections have a deviation of their own
         config = GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=509, n_positions=64)
     else:
@@ -51,8 +52,10 @@ def test_drawn_weights_are_those_of_transformers_in_every_mesh(pool, family):
     one = draw(config, (1, 1, 1), seed=3)
     assert one.keys() == plain.keys()
     for name, tensor in plain.items():
-        assert one[name].std().item() == pytest.approx(tensor.std().item(), rel=0.2, abs=1e-8), name
-        assert one[name].mean().item() == pytest.approx(tensor.mean().item(), abs=0.02 + tensor.std().item() / 10), name
+        assert one[name].std(correction=0).item() == pytest.approx(tensor.std(correction=0).item(), rel=0.2, abs=1e-8)
+        assert one[name].mean().item() == pytest.approx(
+            tensor.mean().item(), abs=0.02 + tensor.std(correction=0).item() / 10
+        )
     layers = [tensor for name, tensor in one.items() if tensor.ndim == 2 and tensor.shape == (64, 64)]
     assert all(not torch.equal(a, b) for i, a in enumerate(layers) for b in layers[:i]), "two layers are alike"
     for sizes in MESHES[1:]:
@@ -132,6 +135,22 @@ def test_what_needs_a_conversion_is_left_to_transformers(pool, tmp_path, change)
         assert not is_read
         for name, tensor in model.state_dict().items():
             assert relative(state[name], tensor) == 0, name
+
+
+def untie(folder):
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"] = 2 * state["model.embed_tokens.weight"]
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(pool, tmp_path):
+    config = make_config("llama", vocab=512, tied=True)
+    make_model(config).save_pretrained(tmp_path / "model")
+    load_script().byte_tokenizer().save_pretrained(tmp_path / "model")
+    untie(tmp_path / "model")
+    flags = ["--seq_len", 32, "--num_train_steps", 1, "--output_dir", tmp_path / "run"]
+    launch = pool.launch(2, *flags, "--model_name", tmp_path / "model")
+    assert launch.codes == [2, 2] and "lm_head.weight differs from model.embed_tokens" in launch.outputs[0], launch
 
 
 def read_only(config, folder):
