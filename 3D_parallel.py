@@ -1375,8 +1375,8 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
         ):  # the model goes another way: these are the logits of all tokens
             return ChunkedLoss.apply(loss_of, output.logits, shifted_labels[:, None], 1, has_grad), ()
         hidden, labels = decoded[0].last_hidden_state, shifted_labels.unflatten(1, (tp, -1))
-        # the head's gradient is added up once a chunk: of few tokens that takes as long as the products
-        num_chunks = max(1, min(16, labels.numel() // 128))
+        # the head's gradient is added up once a chunk: with few tokens that takes as long as the products
+        num_chunks = 16 if labels.numel() >= 2048 else max(1, labels.numel() // 256)
         parameters = {p for module in after for p in module.parameters(False) if p.requires_grad}
         loss = ChunkedLoss.apply(loss_of_hidden, hidden, labels, num_chunks, has_grad, *parameters)
         has_routers = getattr(output, "aux_loss", None) is not None

@@ -38,21 +38,24 @@ class Case(NamedTuple):
     steps: int
     micro_batch: int  # sequences of a rank in one forward, at most
     layers: int = 2
+    seq_len: int = 32
 
 
 UNTIED = Case("llama", 509, False, 4, steps=10, micro_batch=8, layers=1)  # 10 steps on 8 ranks are slow with more
 TIED = Case("qwen3", 512, True, 8, steps=2, micro_batch=4)
+LONG = Case("llama", 509, False, 4, steps=2, micro_batch=4, layers=1, seq_len=600)  # the loss is in uneven chunks
 
 
 def case_config(case):
     sizes = {"num_key_value_heads": case.kv_heads, "num_hidden_layers": case.layers}
+    sizes["max_position_embeddings"] = case.seq_len
     return make_config(case.family, case.vocab, case.tied, **sizes)
 
 
 @functools.cache
 def one_process(case):
     """What a plain process computes, and the clipping norm: a value between, so that some steps are clipped only."""
-    batches = make_batches(case.steps, case.vocab)
+    batches = make_batches(case.steps, case.vocab, seq_len=case.seq_len)
     norms = reference.train(make_model(case_config(case)), batches, learning_rate=LEARNING_RATE, max_grad_norm=1e9)[1]
     max_norm = sum(sorted(norms)[:2]) / 2
     truth = reference.train(make_model(case_config(case)), batches, learning_rate=LEARNING_RATE, max_grad_norm=max_norm)
@@ -63,10 +66,10 @@ def train_on_mesh(sizes, cases_and_norms, options=None):
     """Runs on each rank. For each case: losses, norms, and on rank 0 the full gradients of the first step by name."""
     script, results = load_script(), []
     for case, max_norm in cases_and_norms:
-        model, mesh = shard_model(make_model(case_config(case)), sizes, **(options or {}))
+        model, mesh = shard_model(make_model(case_config(case)), sizes, seq_len=case.seq_len, **(options or {}))
         optimizer = RecordingSGD(model.parameters(), lr=LEARNING_RATE)
         losses, norms = [], []
-        for inputs, labels in make_batches(case.steps, case.vocab):
+        for inputs, labels in make_batches(case.steps, case.vocab, seq_len=case.seq_len):
             micro_batch = min(case.micro_batch, inputs.shape[0] // sizes[0])
             micro_batches = script.shard_batch(inputs, labels, mesh, micro_batch, torch.device("cpu"))
             loss, norm, _ = script.train_step(model, optimizer, micro_batches, mesh, max_norm).tolist()
@@ -121,6 +124,12 @@ OPTIONS = [  # each in the mesh dp, cp, tp
 @pytest.mark.parametrize("sizes, options", OPTIONS, ids=str)
 def test_every_option(pool, sizes, options):
     run_and_compare(pool, sizes, [UNTIED, TIED], options)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2), (2, 2, 1)], ids=lambda s: "dp{}-cp{}-tp{}".format(*s))
+def test_the_loss_in_chunks(pool, sizes):
+    """Of 16 chunks, or of 4, where a rank has fewer tokens."""
+    run_and_compare(pool, sizes, [LONG])
 
 
 def test_clipping_clips_some_steps():

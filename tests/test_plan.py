@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 
 SMALL = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2, "head_dim": 32}
-SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
-SEQ_LEN, WIDTHS = 1024, [(4096,), (2048,)]  # of logits, one process's and under tp 2
+SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096}
+SEQ_LEN, WIDTHS = 2560, [(4096,), (2048,)]  # of logits, one process's and under tp 2
 LLAMA = {"8B": (32, 4096, 14336, 32), "70B": (80, 8192, 28672, 64), "405B": (126, 16384, 53248, 128)}
 NAMES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
 SAME = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
