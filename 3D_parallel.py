@@ -1683,8 +1683,8 @@ class MetadataUnpickler(pickle.Unpickler):
 
     ALLOWED = re.compile(
         r"torch\.(Size|serialization\._get_layout)|pathlib(\._local)?\.(Pure)?PosixPath"
-        r"|torch\.distributed\.checkpoint\.filesystem\._StorageInfo|torch\.distributed\.checkpoint\.metadata\."
-        r"(Metadata|MetadataIndex|(Tensor|Bytes|Chunk)StorageMetadata|TensorProperties|StorageMeta|_MEM_FORMAT_ENCODING)"
+        r"|torch\.distributed\.checkpoint\.(filesystem\._StorageInfo|metadata\.(Metadata|MetadataIndex"
+        r"|(Tensor|Bytes|Chunk)StorageMetadata|TensorProperties|StorageMeta|_MEM_FORMAT_ENCODING))"
     )
 
     def find_class(self, module: str, name: str) -> Any:
