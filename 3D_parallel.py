@@ -2278,15 +2278,7 @@ def main(argv: list[str]) -> None:
     mesh = build_mesh(device.type, **sizes, **options) if dist.is_initialized() else None
     _lock = open_output_dir(output_dir)  # held as long as this process lives
     path, origin = begin_run(args.resume, output_dir, args.verify_checksums)
-    data_flags = (
-        "dataset_name",
-        "dataset_config",
-        "dataset_split",
-        "seq_len",
-        "global_batch_size",
-        "document_mask",
-        "seed",
-    )
+    data_flags = "dataset_name dataset_config dataset_split seq_len global_batch_size document_mask seed".split()
     data = {key: getattr(args, key) for key in data_flags}
     train_state = {**sizes, **data, **{key: origin[key] for key in ("run", "step", "tokens")}}
     if (changed := [key for key in data if origin.get(key, data[key]) != data[key]]) and get_rank() == 0:
