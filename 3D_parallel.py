@@ -733,6 +733,8 @@ def apply_activation_checkpointing(model: PreTrainedModel, mode: str) -> None:
 
     "full" keeps a layer's input alone; "selective" also what takes longest: attention, products, reduce-scatters.
     """
+    if model.config.model_type == "xlm" and mode != "none":
+        fail("a layer of xlm cannot run twice, for it changes a cache; --activation_checkpointing none would work")
     aten, context = torch.ops.aten, {}
     if mode == "selective":
         kept = [aten.mm.default, aten.addmm.default, torch.ops._c10d_functional.reduce_scatter_tensor.default]

@@ -333,3 +333,10 @@ def test_families_are_looked_up_in_the_table(script, monkeypatch, tmp_path, caps
     families.write_table(done, {"torch": "1", "transformers": "2"})
     for expected, (family, sizes) in ((expected, case) for expected, cases in LOOK_UPS.items() for case in cases):
         check(family, sizes, expected)
+
+
+def test_a_layer_that_cannot_run_twice_is_refused(script, monkeypatch):
+    monkeypatch.setattr(script, "fail", families.refuse)
+    options = {"seq_len": S, "activation_checkpointing": "full"}
+    with pytest.raises(families.Refused, match="xlm cannot run twice"):
+        script.build_model(make_config("xlm"), None, "cpu", torch.float32, **options)
