@@ -222,7 +222,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStage
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -284,6 +284,10 @@ def build_mesh(
 
 def get_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def get_world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
@@ -542,6 +546,11 @@ def plan_block(block: nn.Module, own_plan: dict[str, str | None], hidden_size: i
     return {name: whole.get(style, style) for name, style in styles.items()}
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, which may be a plain one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def redistribute(tensor: Tensor, mesh: DeviceMesh, here: Any, there: Any) -> Tensor:
     """Bring a rank's tensor from one placement to another. What is replicated gets a part of its gradient on each
     rank, which the backward adds up (and scatters again, if it was sharded)."""
@@ -633,10 +642,15 @@ def split_block(block: nn.Module, styles: dict[str, str], num_heads: int, tp_mes
     summed.register_forward_hook(scatter, with_kwargs=True)
 
 
+def rows_of_rank(vocab_size: int, tp_size: int) -> int:
+    """How many tokens of the vocabulary a tp rank has, as DTensor cuts it; the last one has what is left."""
+    return -(-vocab_size // tp_size)
+
+
 def split_embedding(embedding: nn.Embedding, tp_mesh: DeviceMesh) -> None:
     """Split the vocabulary over tp. Takes all tokens, (B, S), and returns this rank's of the sequence, (B, S/tp, H)."""
     # not RowwiseParallel, whose backward has a gradient of the whole vocabulary on each rank
-    rows = -(-embedding.num_embeddings // tp_mesh.size())
+    rows = rows_of_rank(embedding.num_embeddings, tp_mesh.size())
     first, padding, own_forward = rows * tp_mesh.get_local_rank(), embedding.padding_idx, embedding.forward
 
     def forward(ids: Tensor) -> Tensor:
@@ -668,7 +682,7 @@ def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
     family, head, embedding = config.model_type, model.get_output_embeddings(), model.get_input_embeddings()
     if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding) or list(embedding.children()):
         fail(f"{family} has no plain embedding and output head to split; tp_size 1 would work")
-    if -(-embedding.num_embeddings // tp) * (tp - 1) >= embedding.num_embeddings:
+    if rows_of_rank(embedding.num_embeddings, tp) * (tp - 1) >= embedding.num_embeddings:
         fail(f"tp_size {tp} leaves a rank without any of the {embedding.num_embeddings} tokens of this {family}")
     if noisy := [name for name, value in config.to_dict().items() if "jitter" in name and value]:
         fail(f"the routers of {family} have {noisy[0]}, and would differ between tp ranks; tp_size 1 would work")
@@ -748,7 +762,7 @@ def apply_activation_checkpointing(model: PreTrainedModel, mode: str) -> None:
 
 def apply_compile(model: PreTrainedModel) -> None:
     """Compile each decoder layer by itself, for the shapes that it meets; equal layers share the code."""
-    torch._dynamo.config.recompile_limit = 64  # of layers that differ, and FlexAttention's of chunks and kinds of mask
+    torch._dynamo.config.recompile_limit = 64  # layers that differ share one piece of code
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for layer in find_decoder_layers(model):
         layer.forward = torch.compile(layer.forward, dynamic=False)
@@ -817,6 +831,7 @@ def build_model(
         name, cp_mesh = "context_parallel", mesh["cp"] if mesh is not None else None
         attention = context_parallel_attention(cp_mesh, seq_len)
         register_attention(attention)
+        torch._dynamo.config.recompile_limit = 64  # FlexAttention is compiled for each chunk and each kind of mask
     with torch.device("meta"):
         own = copy.deepcopy(config)  # building a model writes its kind of attention into the config
         model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, attn_implementation=name).train()
@@ -853,10 +868,8 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
 @torch.no_grad()
 def copy_from_rank(source: int, full: Tensor | None, target: Tensor) -> None:
     """Copy a whole tensor, which rank `source` alone has, into what each rank holds of it. A collective."""
-    device = target.device
-    full = (
-        torch.empty(target.shape, dtype=target.dtype, device=device) if full is None else full.to(device, target.dtype)
-    )
+    device, dtype = target.device, target.dtype
+    full = torch.empty(target.shape, dtype=dtype, device=device) if full is None else full.to(device, dtype)
     if dist.is_initialized():
         dist.broadcast(full.contiguous(), src=source)
     if isinstance(target, DTensor):
@@ -870,12 +883,12 @@ def init_weights(model: PreTrainedModel, config: PreTrainedConfig, seed: int) ->
 
     One decoder layer at a time is whole, on one rank that draws it and sends it to the others; the ranks take turns.
     """
-    rank, ranks = get_rank(), dist.get_world_size() if dist.is_initialized() else 1
+    rank, ranks = get_rank(), get_world_size()
     with torch.device("meta"):
         twin = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).train()  # never cut
     prefixes = {module: f"{name}." if name else "" for name, module in twin.named_modules()}
-    units = [[*layer.modules()] for layer in find_decoder_layers(twin)]
-    units.append([*prefixes.keys() - {module for unit in units for module in unit}])
+    units = [{*layer.modules()} for layer in find_decoder_layers(twin)]
+    units.append(prefixes.keys() - set().union(*units))
     targets, is_whole = dict(model.named_parameters()), True
     for i, unit in enumerate(units):
         owner = i % ranks
@@ -1307,7 +1320,7 @@ class SumCrossEntropy(torch.autograd.Function):
         highest, is_label = logits.amax(dim=-1).float(), labels != -100
         if tp_mesh is not None:
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=tp_mesh.get_group())
-            labels = labels - -(-vocab_size // tp_mesh.size()) * tp_mesh.get_local_rank()
+            labels = labels - rows_of_rank(vocab_size, tp_mesh.size()) * tp_mesh.get_local_rank()
         is_here = (labels >= 0) & (labels < logits.shape[-1])
         index = labels.where(is_here, 0)[:, None]
         exponents = logits - highest[:, None]  # float32
@@ -1337,7 +1350,8 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
     decoder, own_forward, tp = find_decoder(model), model.forward, 1 if tp_mesh is None else tp_mesh.size()
     if decoder is model:  # the model names none: the child that has the layers
         decoder = next(child for child in model.children() if find_decoder_layers(model)[0] in {*child.modules()})
-    after = [module for module in model.modules() if module not in {*decoder.modules()}]
+    inside = {*decoder.modules()}
+    after = [module for module in model.modules() if module not in inside]
     vocab_size = model.get_output_embeddings().out_features if tp > 1 else 0
 
     @functools.wraps(own_forward)  # some of transformers looks at its signature
@@ -1372,9 +1386,8 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
             return loss_of(run_on(hidden).logits, labels)
 
         output, has_grad = run_on(None), torch.is_grad_enabled()
-        if (
-            not decoded or output.logits.shape[1] != tp
-        ):  # the model goes another way: these are the logits of all tokens
+        if not decoded or output.logits.shape[1] != tp:
+            # the model goes another way: these are the logits of all tokens
             return ChunkedLoss.apply(loss_of, output.logits, shifted_labels[:, None], 1, has_grad), ()
         hidden, labels = decoded[0].last_hidden_state, shifted_labels.unflatten(1, (tp, -1))
         # the head's gradient is added up once a chunk: with few tokens that takes as long as the products
@@ -1410,6 +1423,7 @@ def count_experts(model: nn.Module, micro_batches: list[dict], mesh: DeviceMesh 
     if not routers:
         return None
     chosen = torch.cat([logits.topk(config.num_experts_per_tok).indices.flatten() for logits in routers])
+    # not bincount: its shape depends on values, which a dry run has not
     counts = chosen.new_zeros(routers[0].shape[-1]).scatter_add_(0, chosen, torch.ones_like(chosen))
     if mesh is not None:
         dist.all_reduce(counts)
@@ -1620,8 +1634,7 @@ def check_files(path: Path, manifest: dict[str, Any] | None, with_checksums: boo
         return f"{path} has no readable {MANIFEST}: it is no checkpoint of this script, or an incomplete one"
     if manifest["format"] != FORMAT:
         return f"{path} has format {manifest['format']}; this script reads format {FORMAT}"
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    for name in sorted(manifest["files"])[get_rank() :: ranks]:
+    for name in sorted(manifest["files"])[get_rank() :: get_world_size()]:
         file, expected = path / name, manifest["files"][name]
         try:
             if (size := file.stat().st_size) != expected["size"]:
@@ -1872,7 +1885,7 @@ def train_step(
     config, counts = model.config.get_text_config(), count_experts(model, micro_batches, mesh)
     num_tokens = replicas * sum(batch["labels"].numel() for batch in micro_batches)
     for i, batch in enumerate(micro_batches):
-        if isinstance(model, FSDPModule):  # between copies of the model gradients are summed once a step
+        if mesh is not None and "dp_replicate" in mesh.mesh_dim_names:  # copies sum their gradients once a step
             model.set_requires_all_reduce(i == len(micro_batches) - 1)
         loss, router_logits = forward_loss(model, batch)
         loss_sum += loss.detach()
@@ -1887,6 +1900,7 @@ def train_step(
         sum_over_tp(model.parameters(), mesh["tp"])
     totals = reduce_loss_and_norm(loss_sum, model, mesh, wants_stop())
     totals[0] /= num_labels
+    # also where nothing is to be clipped: to look at the norm first would make the CPU wait
     nn.utils.clip_grads_with_norm_(model.parameters(), max_grad_norm, totals[1].float())
     optimizer.step()
     optimizer.zero_grad()
@@ -2041,7 +2055,7 @@ class Meter(TorchDispatchMode):
         self.sizes[key], self.peak = size, max(self.peak, self.now)
 
     def hold(self, tensor: Tensor) -> None:
-        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         if storage._cdata not in self.sizes:
             self.count(storage._cdata, storage.nbytes())
             weakref.finalize(storage, lambda key: self.count(key, 0) or self.sizes.pop(key), storage._cdata)
@@ -2085,7 +2099,8 @@ def dry_run(args: Config, config: PreTrainedConfig) -> None:
     model = build_model(config, mesh, "cpu", getattr(torch, args.dtype), seq_len=args.seq_len, **options)
     if args.device != "cpu":
         globals()["build_mask"] = lambda *ranges_and_kind: None
-    # in positions without data Transformers would see documents, and give each layer a mask
+    # private, both: the kernel of experts has no shapes without data in float32; and in positions without data
+    # Transformers would see documents, and give each layer a mask
     transformers.integrations.moe._can_use_grouped_mm = lambda *tensors: False
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -2101,9 +2116,9 @@ def dry_run(args: Config, config: PreTrainedConfig) -> None:
         step()  # it also makes tensors of global shapes, by which DTensor finds out what it keeps for later steps
         with Meter(held, is_gloo=args.device == "cpu") as meter:
             step()
-        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in model.parameters()]
+        local = [local_part(parameter) for parameter in model.parameters()]
         parameters = sum(tensor.nbytes for tensor in local)
-        state = sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in moments)
+        state = sum(local_part(tensor).nbytes for tensor in moments)
     total = sum(parameter.numel() for parameter in model.parameters())
     whole = 12 * total + 4 * len(local)  # as it lies in a checkpoint: weights, two moments and steps, in float32
     step_tokens, model_flops = args.global_batch_size * args.seq_len, flops_per_token(model, args.seq_len)
@@ -2158,7 +2173,7 @@ def train(
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda signum, frame: caught.append(signum))
     saving: Future | None = None  # the last save, perhaps still in flight
-    device, ranks = next(model.parameters()).device, args.tp_size * args.dp_size * args.cp_size
+    device, ranks = next(model.parameters()).device, get_world_size()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     peak_flops = next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
     model_flops, step_tokens = flops_per_token(model, args.seq_len), args.global_batch_size * args.seq_len
@@ -2227,9 +2242,7 @@ def train(
     bar.close()
     if is_main and best[1]:
         seconds, trained = time.perf_counter() - begun, (train_state["step"] - first_step + 1) * step_tokens
-        print(
-            f"{trained:,} tokens in {seconds:,.0f} s, {trained / seconds:,.0f} tokens/s, evaluations and saves included"
-        )
+        print(f"{trained:,} tokens in {seconds:,.0f} s, {trained / seconds:,.0f} a second with evaluations and saves")
         print(f"loss {loss:.4f}, at best {best[0]:.4f} in step {best[1]}", flush=True)
     if wandb_run is not None:
         with contextlib.suppress(Exception):
@@ -2240,7 +2253,7 @@ def train(
 
 def describe_run(args: Config, model: nn.Module, step: int, source: str, num_tokens: int) -> None:
     """Print every derived size once. Rank 0 only."""
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    local = [local_part(parameter) for parameter in model.parameters()]
     mebibytes = sum(4 * 4 * p.numel() for p in local) / 2**20  # with gradient and AdamW state
     tokens = f"{args.global_batch_size} x {args.seq_len} = {args.global_batch_size * args.seq_len:,} tokens a step"
     mesh = f"mesh dp {args.dp_size} x cp {args.cp_size} x tp {args.tp_size} on {local[0].device.type}"
