@@ -1589,6 +1589,14 @@ def save_checkpoint(
     return thread.submit(write, state, group)
 
 
+def start_background(device: torch.device, timeout_s: float) -> tuple[ThreadPoolExecutor, AsyncStager, ProcessGroup]:
+    """The thread, the host memory and the group of asynchronous saves. A collective."""
+    # with a cache from the start the stager pins its memory, which takes a GPU
+    stager = BlockingAsyncStager(cache_staged_state_dict=device.type == "cuda")
+    thread = ThreadPoolExecutor(1, initializer=torch.get_device_module(device).set_device, initargs=(device,))
+    return thread, stager, host_group(timeout_s)
+
+
 def write_checkpoint(
     final: Path, about: dict, texts: dict, tokenizer: Any, keep_last: int, state: dict, group: ProcessGroup | None
 ) -> Path:
@@ -2296,6 +2304,34 @@ def train(
     return path
 
 
+def end_run(
+    args: Config,
+    argv: list[str],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: DeviceMesh | None,
+    step: int,
+    path: Path | None,
+) -> None:
+    """Show what the tiny model has learned, leave the process group, and say how to go on. A collective."""
+    is_main, text, last = get_rank() == 0, None, args.num_train_steps
+    if args.model_name == "tiny" and step >= max(100, last):  # before, it writes noise
+        text = generate_text(model, tokenizer, mesh, prompt="def ", num_tokens=200, seq_len=args.seq_len)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    else:
+        folder = Path(args.output_dir) / "model"
+        with on_all_ranks(f"the checkpoint is {path}, but {folder} cannot be written"):
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        print(f"Transformers folder: {folder}", flush=True)
+    if is_main:
+        if text is not None:
+            print(f"---- what it writes now\n{text}\n----")
+        print(f"{'stopped by a signal, ' * (step < last)}checkpoint of step {step}: {path}")
+        print(f"go on with: {resume_command(args, argv, last if step < last else 2 * step)}", flush=True)
+
+
 # tools without a run: a picture of what was logged, and a plan
 
 
@@ -2469,32 +2505,37 @@ def dry_run(args: Config, config: PreTrainedConfig) -> None:
 # ---- 10 main ---------------------------------------------------------------------------------------------------------
 
 
-def main(argv: list[str]) -> None:
-    argv = read_flags(argv)
-    args = parse_arguments(argv)
-    output_dir = Path(args.output_dir)
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what DCP tells one process
+def run_tool(args: Config) -> None:
+    """What takes no training: a picture of what was logged, a checkpoint turned into a Transformers folder, a plan."""
+    if args.plot is not None:
+        return print(f"drawn: {draw_metrics([Path(folder) for folder in args.plot.split(',')])}", flush=True)
     if args.export_dir is not None:
+        output_dir = Path(args.output_dir)
         none = f"--export_dir needs a checkpoint, and --output_dir {output_dir} has none; --resume PATH names one"
         path, about = find_checkpoint(args.resume, output_dir, 0, args.verify_checksums) or fail(none)
         export_checkpoint(path, Path(args.export_dir), getattr(torch, args.export_dtype))
         return print(f"Transformers folder: {args.export_dir}, of {path}, step {about['step']}", flush=True)
+    config = load_config(args.model_name)
+    try:
+        dry_run(args, config)
+    except Exception as error:
+        fail(f"{config.model_type} cannot be planned without data: {first_line(error)}")
 
-    if args.plot is not None:
-        return print(f"drawn: {draw_metrics([Path(folder) for folder in args.plot.split(',')])}", flush=True)
 
+def main(argv: list[str]) -> None:
+    """One run, from its flags to its last checkpoint. The numbers are those of the sections."""
+    argv = read_flags(argv)  # 1
+    args = parse_arguments(argv)
+    output_dir, dtype = Path(args.output_dir), getattr(torch, args.dtype)
+    sizes = {"tp": args.tp_size, "dp": args.dp_size, "cp": args.cp_size}
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what DCP tells one process
     if any(name not in ("tiny", "stdlib") and not Path(name).exists() for name in (args.model_name, args.dataset_name)):
         go_offline_without_hub()
-    if args.dry_run:
-        config = load_config(args.model_name)
-        try:
-            return dry_run(args, config)
-        except Exception as error:
-            fail(f"{config.model_type} cannot be planned without data: {first_line(error)}")
+    if args.plot is not None or args.export_dir is not None or args.dry_run:
+        return run_tool(args)
 
     # 2: process group, mesh, output directory; 8: where the run begins
     device = start_process_group(args.device, args.timeout)
-    sizes = {"tp": args.tp_size, "dp": args.dp_size, "cp": args.cp_size}
     options = {"dp_replicate": args.dp_replicate_size, "timeout_s": args.timeout}
     mesh = build_mesh(device.type, **sizes, **options) if dist.is_initialized() else None
     _lock = open_output_dir(output_dir)  # held as long as this process lives
@@ -2505,7 +2546,7 @@ def main(argv: list[str]) -> None:
     if (changed := [key for key in data if origin.get(key, data[key]) != data[key]]) and get_rank() == 0:
         print(f"the steps to come see other data than an unbroken run: {', '.join(changed)} changed", flush=True)
 
-    # 3, 5, 4: config, tokenizer, attention, and the model as it is cut, still without storage
+    # 3: config, tokenizer; 4, 5: the model as it is cut, still without storage
     config = load_config(args.model_name)
     tokenizer = load_tokenizer(args.model_name, config, args.document_mask)
     if origin.get("model_type", config.model_type) != config.model_type:
@@ -2514,9 +2555,9 @@ def main(argv: list[str]) -> None:
     check_family(config.model_type, sizes)
     options = {"activation_checkpointing": args.activation_checkpointing, "compile": args.compile}
     options |= {"seq_len": args.seq_len, "has_documents": args.document_mask}
-    model = build_model(config, mesh, device.type, getattr(torch, args.dtype), **options)
+    model = build_model(config, mesh, device.type, dtype, **options)
 
-    # 6: data; 3: weights, from a checkpoint, a folder or the seed
+    # 6: data; 3: weights, from the seed, a folder or a checkpoint; 9: the optimizer, with its state
     slow_group = host_group(timeout_s=2 * 86400)  # while one rank reads, downloads or tokenizes
     options = {"config": args.dataset_config, "split": args.dataset_split}
     tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer, slow_group, **options)
@@ -2529,46 +2570,24 @@ def main(argv: list[str]) -> None:
     if args.model_name != "tiny":
         with contextlib.suppress(OSError):  # most models have one; it goes along into each checkpoint
             model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
-
-    # 9: optimizer; 8: its state
     optimizer = build_optimizer(model, args.weight_decay)
     if kind == "checkpoint":
         load_checkpoint(Path(source), model, optimizer if path is not None else None)
 
     # 9: train, save
-    if is_main := get_rank() == 0:
+    if get_rank() == 0:
+        (output_dir / "flags.json").write_text(json.dumps(asdict(args), indent=1))
         describe_run(args, model, len(tokens), num_sequences, held_out)
         done = ", nothing left to train" if train_state["step"] >= args.num_train_steps else ""
         print(f"weights: {source}, step {train_state['step']}{done}", flush=True)
-        (output_dir / "flags.json").write_text(json.dumps(asdict(args), indent=1))
-    background = None
-    if args.async_save:  # with a cache from the start the stager pins its memory, which takes a GPU
-        stager = BlockingAsyncStager(cache_staged_state_dict=device.type == "cuda")
-        thread = ThreadPoolExecutor(1, initializer=torch.get_device_module(device).set_device, initargs=(device,))
-        background = thread, stager, host_group(args.timeout)
+    background = start_background(device, args.timeout) if args.async_save else None
     options = {"tokenizer": tokenizer, "keep_last": args.keep_last, "background": background}
     save = functools.partial(save_checkpoint, output_dir, model, optimizer, **options)
     document_end = tokenizer.eos_token_id if args.document_mask else None
     options = {"micro_batch_size": args.micro_batch_size, "document_end": document_end, "device": device}
     shard = functools.partial(shard_batch, mesh=mesh, **options)
     path = train(model, optimizer, tokens, num_sequences, held_out, args, mesh, shard, train_state, save) or path
-    if args.model_name == "tiny" and train_state["step"] >= max(100, args.num_train_steps):  # before, it writes noise
-        text = generate_text(
-            model, tokenizer, mesh, prompt="def ", num_tokens=200, seq_len=args.seq_len, seed=args.seed
-        )
-        if is_main:
-            print(f"---- what it writes now\n{text}\n----", flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    else:
-        with on_all_ranks(f"the checkpoint is {path}, but {output_dir / 'model'} cannot be written"):
-            model.save_pretrained(output_dir / "model")
-            tokenizer.save_pretrained(output_dir / "model")
-        print(f"Transformers folder: {output_dir / 'model'}", flush=True)
-    if is_main:
-        step, last = train_state["step"], args.num_train_steps
-        print(f"{'stopped by a signal, ' * (step < last)}checkpoint of step {step}: {path}", flush=True)
-        print(f"go on with: {resume_command(args, argv, last if step < last else 2 * step)}", flush=True)
+    end_run(args, argv, model, tokenizer, mesh, train_state["step"], path)
 
 
 if __name__ == "__main__":
