@@ -250,13 +250,13 @@ def start_process_group(device: str, timeout_s: int) -> torch.device:
         chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(chosen)
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        options = {"timeout": timedelta(seconds=timeout_s)}
-        store, rank, size = next(dist.rendezvous("env://", **options))
+        timeout = timedelta(seconds=timeout_s)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # torchrun keeps this store over a restart, and with it the addresses of dead ranks
             store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        options |= {"backend": "cpu:gloo,cuda:nccl", "device_id": chosen} if on_gpu else {"backend": "gloo"}
-        dist.init_process_group(store=store, rank=rank, world_size=size, **options)
+        backend, device_id = ("cpu:gloo,cuda:nccl", chosen) if on_gpu else ("gloo", None)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
     return chosen
 
 
@@ -1023,8 +1023,8 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> Call
         others = {name for name, value in kwargs.items() if isinstance(value, Tensor)} - {"position_ids", "s_aux"}
         if others or {query.shape[2] * cp_size, key.shape[2] * cp_size} != {seq_len}:
             raise ValueError(f"attention with {', '.join(others) or 'other queries or keys than those of the tokens'}")
-        can_see, window = attention_mask
-        is_plain = can_see is causal_mask_function or (window or 0) >= seq_len
+        sees, window = attention_mask
+        is_plain = sees is causal_mask_function or (window or 0) >= seq_len
         is_plain &= all(kwargs.get(name) is None for name in ("softcap", "s_aux")) and attention.positions is None
         key_value = torch.cat([key, value], dim=-1)  # one collective for both
         key_value = gather_sequence_shards(key_value, cp_mesh, dim=2) if cp_size > 1 else key_value
@@ -1034,17 +1034,17 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> Call
             begin, end = chunk * length, (chunk + 1) * length
             first = max(0, begin - window + 1) if window else 0  # what lies before is not computed on
             k, v = key[:, :, first:end], value[:, :, first:end]
-            mask_of = can_see, attention.positions, (begin, end), (first, end), q.device
+            mask_of = sees, attention.positions, range(begin, end), range(first, end), q.device
             if is_plain:  # on CUDA a kernel knows what is masked, on the CPU the layers share one mask
                 mask = None if begin == 0 else lower_right[chunk] if q.is_cuda else build_mask(*mask_of, q.dtype)
                 options = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1], "dropout_p": dropout}
                 output = F.scaled_dot_product_attention(q, k, v, mask, is_causal=begin == 0, **options).transpose(1, 2)
-            else:  # masks, caps and sinks: FlexAttention, which never has the whole mask in memory; on the CPU, and for
-                # dropout, the family's own eager attention
-                is_sparse = q.is_cuda and not dropout
-                eager = sys.modules[type(module).__module__].eager_attention_forward
-                forward = transformers.AttentionInterface()["flex_attention"] if is_sparse else eager
-                mask = build_mask(*mask_of, None if is_sparse else q.dtype)
+            elif q.is_cuda and not dropout:  # other masks, caps and sinks, and never the whole mask in memory
+                forward = transformers.AttentionInterface()["flex_attention"]
+                output = forward(module, q, k, v, build_mask(*mask_of, None), scaling=scaling, **kwargs)[0]
+            else:  # the same in the family's own code, with a mask
+                forward = sys.modules[type(module).__module__].eager_attention_forward
+                mask = build_mask(*mask_of, q.dtype)
                 output = forward(module, q, k, v, mask, scaling=scaling, dropout=dropout, **kwargs)[0]
             outputs.append(output)  # (B, length, heads, D of values)
         return torch.cat(outputs, dim=1), None
@@ -1061,23 +1061,21 @@ def register_attention(attention: Callable) -> None:
 
 @functools.lru_cache(maxsize=4)  # the layers of a forward share it: two chunks, two kinds of layers
 def build_mask(
-    can_see: Callable,
-    positions: Tensor | None,
-    queries: tuple[int, int],
-    keys: tuple[int, int],
-    device: torch.device,
-    dtype: torch.dtype | None,
+    sees: Callable, places: Tensor | None, queries: range, keys: range, device: torch.device, dtype: torch.dtype | None
 ) -> Tensor | BlockMask:
-    """What ranges of queries see of ranges of keys: (1 or B, 1, Q, K), 0 or lowest; without dtype a block mask."""
+    """What these queries see of these keys of a sequence: (1 or B, 1, Q, K), 0 or lowest; without dtype a block mask.
+
+    `sees` tells it of places in a document, which `places`, (B, S), has for each token, or of places in the sequence.
+    """
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        q, k = q + queries[0], k + keys[0]
-        if positions is None:
-            return can_see(b, h, q, k)
-        q_place, k_place = positions[b, q], positions[b, k]
-        return can_see(b, h, q_place, k_place) & (q - q_place == k - k_place)  # both documents begin at one token
+        q, k = q + queries.start, k + keys.start
+        if places is None:
+            return sees(b, h, q, k)
+        q_place, k_place = places[b, q], places[b, k]
+        return sees(b, h, q_place, k_place) & (q - q_place == k - k_place)  # both documents begin at one token
 
-    sizes = (1 if positions is None else len(positions), 1, queries[1] - queries[0], keys[1] - keys[0])
+    sizes = (1 if places is None else len(places), 1, len(queries), len(keys))
     if dtype is None:  # compiled, so that no Q x K mask is in memory in between
         return torch.compile(create_block_mask)(visible, sizes[0], None, *sizes[2:], device)
     b, h, q, k = (torch.arange(size, device=device) for size in sizes)
@@ -1142,42 +1140,41 @@ def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documen
 
 def read_documents(
     dataset_name: str, text_column: str, config: str | None = None, split: str = "train"
-) -> tuple[str, Iterator[list[str]], int, bool]:
-    """Open a text dataset: its fingerprint, batches of texts, their number, and whether each text is a document."""
+) -> tuple[Any, str, bool]:
+    """Open a text dataset. Returns it, the column with the texts, and whether each of them is a document."""
     import datasets  # 1 s, and only one rank of a machine needs it
 
+    path, column, is_document = Path(dataset_name), text_column, True
     builders = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-    path, is_document = Path(dataset_name), True
     text_files = sorted(str(file) for file in path.rglob("*.txt")) if path.is_dir() else [dataset_name]
     if path.is_file() and path.stat().st_size == 0:
         raise ValueError("it is empty")
     if dataset_name == "stdlib":
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-        data = datasets.Dataset.from_dict({text_column: texts})
+        data = datasets.Dataset.from_dict({column: texts})
     elif text_files and text_files[0].endswith(".txt"):  # by lines, so that files of any size stream; all one document
         data = datasets.load_dataset("text", data_files=text_files, split="train", keep_linebreaks=True)
-        text_column, is_document = "text", False
+        column, is_document = "text", False
     elif builder := builders.get(path.suffix):
         data = datasets.load_dataset(builder, data_files=[dataset_name], split="train")
     elif path.is_file():
         raise ValueError(f"the name of a file must end in one of .txt, {', '.join(builders)}")
     else:
         data = datasets.load_dataset(dataset_name, config, split=split)
-    if text_column not in data.column_names:
-        raise ValueError(f"it has no column {text_column}, but {', '.join(data.column_names)}; see --text_column")
-    batches = (batch[text_column] for batch in data.iter(batch_size=1000))
-    # private, but there is no public name for what the library itself uses to tell two datasets apart
-    return data._fingerprint, batches, math.ceil(len(data) / 1000), is_document
+    if column not in data.column_names:
+        raise ValueError(f"it has no column {column}, but {', '.join(data.column_names)}; see --text_column")
+    return data, column, is_document
 
 
 def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Path:
     """Write all tokens of a dataset, documents end to end, to one file in the datasets cache, unless it is there."""
     import datasets
 
-    fingerprint, batches, total, is_document = read_documents(dataset_name, text_column, **options)
+    data, column, is_document = read_documents(dataset_name, text_column, **options)
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())) + repr(tokenizer.init_kwargs) + repr(tokenizer)
-    key = hashlib.sha256(f"1 {fingerprint} {text_column} {vocabulary}".encode()).hexdigest()[:32]
+    # private, but there is no public name for what the library itself uses to tell two datasets apart
+    key = hashlib.sha256(f"1 {data._fingerprint} {text_column} {vocabulary}".encode()).hexdigest()[:32]
     dtype = "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32"
     path = Path(datasets.config.HF_DATASETS_CACHE) / "3d_parallel" / f"{key}.{dtype}"
     if path.exists():
@@ -1186,8 +1183,8 @@ def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedT
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None and is_document else []
     # in a folder beside it, so that under its name there is either nothing or all of it
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, (Path(folder) / path.name).open("wb") as file:
-        for texts in tqdm(batches, total=total, desc="tokenizing", unit="batch"):
-            texts = [text for text in texts if text] if is_document else ["".join(texts)]
+        for batch in tqdm(data.iter(1000), total=math.ceil(len(data) / 1000), desc="tokenizing", unit="batch"):
+            texts = [text for text in batch[column] if text] if is_document else ["".join(batch[column])]
             # not verbose: a document longer than the model's context is no fault, it is cut into sequences
             tokens = tokenizer(texts, add_special_tokens=is_document, verbose=False)["input_ids"] if texts else []
             for ids in tokens:
@@ -1364,8 +1361,7 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
     decoder, own_forward, tp = find_decoder(model), model.forward, 1 if tp_mesh is None else tp_mesh.size()
     if decoder is model:  # the model names none: the child that has the layers
         decoder = next(child for child in model.children() if find_decoder_layers(model)[0] in {*child.modules()})
-    inside = {*decoder.modules()}
-    after = [module for module in model.modules() if module not in inside]
+    after = {*model.modules()} - {*decoder.modules()}
     vocab_size = model.get_output_embeddings().out_features if tp > 1 else 0
 
     @functools.wraps(own_forward)  # some of transformers looks at its signature
@@ -1404,8 +1400,7 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
         num_chunks = 16 if labels.numel() >= 2048 else max(1, labels.numel() // 256)
         parameters = {p for m in after for p in m.parameters(False) if p.requires_grad and torch.is_grad_enabled()}
         loss = ChunkedLoss.apply(loss_of_hidden, hidden, labels, num_chunks, *parameters)
-        has_routers = getattr(output, "aux_loss", None) is not None
-        return loss, decoded[0].router_logits if has_routers else ()
+        return loss, decoded[0].router_logits if getattr(output, "aux_loss", None) is not None else ()
 
     model.forward = forward
 
@@ -1427,9 +1422,8 @@ def count_experts(model: nn.Module, micro_batches: list[dict], mesh: DeviceMesh 
     A forward of its own: the load balancing loss needs these numbers of the whole batch before its first backward.
     """
     config = model.config.get_text_config()
-    if not getattr(config, "output_router_logits", False):
-        return None
-    routers = [logits for batch in micro_batches for logits in forward_loss(model, batch)[1]]
+    asked = micro_batches if getattr(config, "output_router_logits", False) else []
+    routers = [logits for batch in asked for logits in forward_loss(model, batch)[1]]
     if not routers:
         return None
     chosen = torch.cat([logits.topk(config.num_experts_per_tok).indices.flatten() for logits in routers])
