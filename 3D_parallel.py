@@ -1325,9 +1325,9 @@ class SumCrossEntropy(torch.autograd.Function):
             labels = labels - rows_of_rank(vocab_size, tp_mesh.size()) * tp_mesh.get_local_rank()
         is_here = (labels >= 0) & (labels < logits.shape[-1])
         index = labels.where(is_here, 0)[:, None]
-        exponents = logits - highest[:, None]  # float32
+        exponents = logits - highest[:, None]  # (N, V/tp), float32
         chosen = exponents.gather(-1, index).squeeze(-1).where(is_here, 0)
-        parts = torch.stack([exponents.exp_().sum(dim=-1), chosen])
+        parts = torch.stack([exponents.exp_().sum(dim=-1), chosen])  # (2, N)
         if tp_mesh is not None:
             dist.all_reduce(parts, group=tp_mesh.get_group())
         sums, chosen = parts
@@ -1371,7 +1371,7 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
         run_decoder, decoded = decoder.forward, []
 
         def run_with(stand_in: Callable) -> Any:
-            decoder.forward = stand_in
+            decoder.forward = stand_in  # an attribute of this one module, which hides the method
             try:
                 return own_forward(*args, **kwargs)
             finally:
@@ -1422,8 +1422,9 @@ def count_experts(model: nn.Module, micro_batches: list[dict], mesh: DeviceMesh 
     A forward of its own: the load balancing loss needs these numbers of the whole batch before its first backward.
     """
     config = model.config.get_text_config()
-    asked = micro_batches if getattr(config, "output_router_logits", False) else []
-    routers = [logits for batch in asked for logits in forward_loss(model, batch)[1]]
+    if not getattr(config, "output_router_logits", False):
+        return None
+    routers = [logits for batch in micro_batches for logits in forward_loss(model, batch)[1]]
     if not routers:
         return None
     chosen = torch.cat([logits.topk(config.num_experts_per_tok).indices.flatten() for logits in routers])
