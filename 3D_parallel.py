@@ -1312,24 +1312,23 @@ class ChunkedLoss(torch.autograd.Function):
 class SumCrossEntropy(torch.autograd.Function):
     """The sum of the cross entropy over labels (N,) that are not -100, in float32; `apply` takes what `forward` does.
 
-    Logits are (N, V), under tp this rank's (N, V/tp): then ranks exchange the highest logit of each token, and with one
-    more call the sum of the exponents and the logit of the label. Megatron-LM, arXiv 1909.08053, section 3. Of the
-    logits there is one float32 copy, which becomes their gradient; autograd's own would take three.
+    Logits are (N, V), under tp this rank's (N, V/tp), from entry `first` on: then the ranks of `group` exchange the
+    highest logit of each token, and with one more call the sum of the exponents and the logit of the label. Megatron-LM,
+    arXiv 1909.08053, section 3. One float32 copy of the logits becomes their gradient; autograd's own would take three.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp_mesh: DeviceMesh | None, vocab_size: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: ProcessGroup | None) -> Tensor:
         highest, is_label = logits.amax(dim=-1).float(), labels != -100
-        if tp_mesh is not None:
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group=tp_mesh.get_group())
-            labels = labels - rows_of_rank(vocab_size, tp_mesh.size()) * tp_mesh.get_local_rank()
-        is_here = (labels >= 0) & (labels < logits.shape[-1])
-        index = labels.where(is_here, 0)[:, None]
+        if group is not None:
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        is_here = (labels >= first) & (labels < first + logits.shape[-1])
+        index = (labels - first).where(is_here, 0)[:, None]
         exponents = logits - highest[:, None]  # (N, V/tp), float32
         chosen = exponents.gather(-1, index).squeeze(-1).where(is_here, 0)
         parts = torch.stack([exponents.exp_().sum(dim=-1), chosen])  # (2, N)
-        if tp_mesh is not None:
-            dist.all_reduce(parts, group=tp_mesh.get_group())
+        if group is not None:
+            dist.all_reduce(parts, group=group)
         sums, chosen = parts
         ctx.saved, ctx.dtype = (exponents, sums, index, is_here, is_label), logits.dtype
         return ((sums.log() - chosen) * is_label).sum()
@@ -1362,7 +1361,8 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
     if decoder is model:  # the model names none: the child that has the layers
         decoder = next(child for child in model.children() if find_decoder_layers(model)[0] in {*child.modules()})
     after = {*model.modules()} - {*decoder.modules()}
-    vocab_size = model.get_output_embeddings().out_features if tp > 1 else 0
+    rows = rows_of_rank(model.get_output_embeddings().out_features, tp) if tp > 1 else 0
+    first, group = (rows * tp_mesh.get_local_rank(), tp_mesh.get_group()) if tp > 1 else (0, None)
 
     @functools.wraps(own_forward)  # some of transformers looks at its signature
     def forward(*args: Any, shifted_labels: Tensor | None = None, **kwargs: Any) -> Any:
@@ -1385,7 +1385,7 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
             return with_hidden(output, output.last_hidden_state[:, :1])
 
         def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
-            return SumCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), tp_mesh, vocab_size)
+            return SumCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), first, group)
 
         def loss_of_hidden(hidden: Tensor, labels: Tensor) -> Tensor:  # of a chunk: (B, C/tp, H) and (B, C)
             output = run_with(lambda *args, **kwargs: with_hidden(decoded[0], hidden))
