@@ -1083,8 +1083,8 @@ def build_mask(
     return torch.zeros(sizes, device=device, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def find_obstacles(config: PreTrainedConfig, seq_len: int, cp: int, has_documents: bool) -> Iterator[str]:
-    """What `context_parallel_attention` cannot stand for: in a model's config, its modules, and a run of it on meta.
+def find_obstacle(config: PreTrainedConfig, seq_len: int, cp: int, has_documents: bool) -> str | None:
+    """What `context_parallel_attention` cannot stand for, if anything, in a config, its modules, and a run on meta.
 
     The run raises ValueError for what attention itself refuses, and RuntimeError where the model cannot be on meta.
     """
@@ -1092,13 +1092,13 @@ def find_obstacles(config: PreTrainedConfig, seq_len: int, cp: int, has_document
     text_config = config.get_text_config()
     floor = text_config.floor_scale if getattr(text_config, "attn_temperature_tuning", False) else math.inf
     if by_attention_alone and seq_len >= floor:  # Llama 4 counts the positions for it by itself
-        yield f"attention that is scaled by the position from {floor} tokens on"
+        return f"attention that is scaled by the position from {floor} tokens on"
     rope = getattr(text_config, "rope_parameters", None) or {}
     for kind in (rope,) if "rope_type" in rope else filter(None, rope.values()):  # of all, or by kinds of layers
         limit = kind.get("original_max_position_embeddings") or getattr(text_config, "max_position_embeddings", 0)
         if by_attention_alone and kind.get("rope_type") in ("dynamic", "longrope") and seq_len > limit:
             # its frequencies depend on the largest position that a rank happens to hold
-            yield f"{kind['rope_type']} rotary embeddings beyond {limit} positions"
+            return f"{kind['rope_type']} rotary embeddings beyond {limit} positions"
     attention = context_parallel_attention(None, seq_len)
     register_attention(attention)
     options = {"attn_implementation": "context_parallel", "experts_implementation": "batched_mm"}  # which runs on meta
@@ -1106,24 +1106,25 @@ def find_obstacles(config: PreTrainedConfig, seq_len: int, cp: int, has_document
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options).train()
         ids = torch.zeros((1, seq_len), dtype=torch.int64)
     if not model._can_set_attn_implementation():  # private, but nothing public tells whether it will be called
-        yield "attention that Transformers cannot replace"
+        return "attention that Transformers cannot replace"
     tables = {m for m in model.modules() if isinstance(m, nn.Embedding)} - {model.get_input_embeddings()}
     if any(table.padding_idx is not None for table in tables):
-        yield "positions, or other embeddings, that depend on padding"
+        return "positions, or other embeddings, that depend on padding"
     if by_attention_alone and any(isinstance(module, nn.Conv1d) for module in model.modules()):
-        yield "convolutions along the sequence"
+        return "convolutions along the sequence"
     attention.positions = ids if has_documents else None
     with torch.device("meta"), torch.no_grad():
         model(input_ids=ids, position_ids=ids, attention_mask=ids + 1, use_cache=False)
     calls = [any(hasattr(m, "has_called") for m in layer.modules()) for layer in find_decoder_layers(model)]
     if by_attention_alone and not all(calls):
-        yield "layers that mix tokens by other means than attention"
+        return "layers that mix tokens by other means than attention"
+    return None
 
 
 def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documents: bool = False) -> None:
     """Refuse a model whose attention `context_parallel_attention` cannot stand for."""
     try:
-        reason = next(find_obstacles(config, seq_len, cp, has_documents), None)
+        reason = find_obstacle(config, seq_len, cp, has_documents)
     except ValueError as error:
         reason = first_line(error)
     except RuntimeError:
@@ -1313,8 +1314,9 @@ class SumCrossEntropy(torch.autograd.Function):
     """The sum of the cross entropy over labels (N,) that are not -100, in float32; `apply` takes what `forward` does.
 
     Logits are (N, V), under tp this rank's (N, V/tp), from entry `first` on: then the ranks of `group` exchange the
-    highest logit of each token, and with one more call the sum of the exponents and the logit of the label. Megatron-LM,
-    arXiv 1909.08053, section 3. One float32 copy of the logits becomes their gradient; autograd's own would take three.
+    highest logit of each token, and with one more call the sum of the exponents and the logit of the label, as in
+    Megatron-LM, arXiv 1909.08053, section 3. A float32 copy of the logits becomes their gradient;
+    autograd's own would take three.
     """
 
     @staticmethod
