@@ -277,22 +277,23 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 
 def start_process_group(device: str, timeout_s: int) -> torch.device:
-    """Choose this rank's device and, when launched by torchrun, join the process group: gloo, or NCCL and gloo."""
-    chosen, backend, options = torch.device("cpu"), "gloo", {"timeout": timedelta(seconds=timeout_s)}
-    if device == "cuda" and not torch.cuda.is_available():
+    """This rank's device. When torchrun started it, it joins the process group: gloo, with NCCL for what is on GPUs."""
+    on_gpu, chosen = device != "cpu" and torch.cuda.is_available(), torch.device("cpu")
+    if device == "cuda" and not on_gpu:
         fail("--device cuda, but this machine has no GPU that torch can use; --device cpu would work")
-    if device != "cpu" and torch.cuda.is_available():
+    if on_gpu:
         if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > (gpus := torch.cuda.device_count()):
             fail(f"{ranks} ranks on a machine with {gpus} GPUs: start one rank a GPU, or add --device cpu")
-        chosen, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(chosen)
-        options["device_id"] = chosen
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        store, rank, size = next(dist.rendezvous("env://", timeout=options["timeout"]))
+        timeout = timedelta(seconds=timeout_s)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # torchrun keeps this store over a restart, and with it the addresses of dead ranks
             store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
+        backend, device_id = ("cpu:gloo,cuda:nccl", chosen) if on_gpu else ("gloo", None)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
     return chosen
 
 
@@ -304,14 +305,13 @@ def build_mesh(
     "fsdp" joins the axes that shard the parameters: dp x cp, or with `dp_replicate` (HSDP) dp_shard x cp, where dp is
     dp_replicate x dp_shard: whole copies of the model, and the ranks that share one.
     """
-    if dp_replicate == 1:
-        mesh, sharding = init_device_mesh(device_type, (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp")), ("dp", "cp")
-    else:
-        names, sharding = ("dp_replicate", "dp_shard", "cp", "tp"), ("dp_shard", "cp")
-        mesh = init_device_mesh(device_type, (dp_replicate, dp // dp_replicate, cp, tp), mesh_dim_names=names)
-        mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    dp_axes = {"dp": dp} if dp_replicate == 1 else {"dp_replicate": dp_replicate, "dp_shard": dp // dp_replicate}
+    axes = {**dp_axes, "cp": cp, "tp": tp}
+    mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     # private, because there is no public way to join two axes; a 2-D mesh would make fully_shard replicate over dp
-    mesh[sharding]._flatten("fsdp")
+    if dp_replicate > 1:
+        mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    mesh[[*dp_axes][-1], "cp"]._flatten("fsdp")
     warnings.filterwarnings("ignore", "Slicing a flattened dim")  # as mesh["fsdp"] does
     # private: the groups of a mesh have torch's own timeouts, 10 to 30 minutes, and there is no public way to set one
     for group in (*mesh.get_all_groups(), mesh["dp"].get_group(), mesh["fsdp"].get_group()):
@@ -354,7 +354,7 @@ def on_all_ranks(what_fails: str, group: ProcessGroup | None = None) -> Iterator
 
 
 def first_line(error: BaseException, limit: int = 200) -> str:
-    # the reason lies deeper: DCP raises what all ranks have raised, the datasets library hides it in the cause
+    """The reason, in one line. It may lie deeper: in what all ranks have raised (DCP), or in the cause (datasets)."""
     failures = getattr(error, "failures", None)
     error = next(iter(failures.values()))[0] if failures else error.__cause__ or error
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -1004,7 +1004,10 @@ def send_weights(model: nn.Module, read_weights: Callable, source: str, group: P
 
 
 def shard_sequence(full: Tensor, cp_rank: int, cp_size: int, dim: int = 1) -> Tensor:
-    """Keep chunks r and 2cp-1-r of 2cp: causal work is then equal. At cp = 2 rank 0 has chunks 0, 3; rank 1: 1, 2."""
+    """The chunks cp_rank and 2cp-1-cp_rank of 2cp, (B, S) -> (B, S/cp): so all ranks have the same causal work.
+
+    At cp = 2 and S = 16, rank 0 has tokens 0 to 3 and 12 to 15, rank 1 has tokens 4 to 11.
+    """
     if cp_size == 1:
         return full
     chunks = full.chunk(2 * cp_size, dim)
@@ -1027,16 +1030,16 @@ def describe_mask(mask_function: Callable, local_size: int | None = None, **kwar
 
 
 def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> Callable:
-    """Attention over the whole sequence, of which each rank holds two chunks; `register_attention` makes models use it.
+    """Attention over the whole sequence, of which each rank holds the two chunks of `shard_sequence`.
 
     Keys and values are gathered along the sequence (they are small under grouped-query attention), queries stay, and
     each chunk of them runs attention on what it can see: the method of Llama 3, arXiv 2407.21783, section 3.3.2.
     `.positions`, (B, S), keeps attention within documents: the position of each token in its own one. A module that
-    calls it gets the attribute `has_called`.
+    calls it gets the attribute `has_called`. For another attention, change what the loop does with q, k and v.
     """
     cp_rank, cp_size = (cp_mesh.get_local_rank(), cp_mesh.size()) if cp_mesh is not None else (0, 1)
     chunks = (cp_rank, 2 * cp_size - 1 - cp_rank) if cp_size > 1 else (0,)
-    length = seq_len // (2 * cp_size) if cp_size > 1 else seq_len
+    length = seq_len // cp_size // len(chunks)
     lower_right = {chunk: causal_lower_right(1, 2) for chunk in chunks}  # made here: under compile they cannot be
     for chunk, bias in lower_right.items():  # their constructor would take memory for twice what they mask
         bias.seq_len_q, bias.seq_len_kv = length, (chunk + 1) * length
@@ -1046,7 +1049,7 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> Call
         query: Tensor,  # (B, heads, S/cp, D)
         key: Tensor,  # (B, kv heads, S/cp, D)
         value: Tensor,  # (B, kv heads, S/cp, D of values)
-        attention_mask: tuple[Callable, int | None],
+        attention_mask: tuple[Callable, int | None],  # from `describe_mask`
         scaling: float | None = None,
         dropout: float = 0.0,
         **kwargs,
@@ -1057,34 +1060,31 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> Call
         others = {name for name, value in kwargs.items() if isinstance(value, Tensor)} - {"position_ids", "s_aux"}
         if others or {query.shape[2] * cp_size, key.shape[2] * cp_size} != {seq_len}:
             raise ValueError(f"attention with {', '.join(others) or 'other queries or keys than those of the tokens'}")
-        can_see, local_size = attention_mask
-        is_plain = can_see is causal_mask_function or (local_size or 0) >= seq_len
+        sees, window = attention_mask
+        is_plain = sees is causal_mask_function or (window or 0) >= seq_len
         is_plain &= all(kwargs.get(name) is None for name in ("softcap", "s_aux")) and attention.positions is None
-        key_value = torch.cat([key, value], dim=-1)  # (B, kv heads, S/cp, both D)
+        key_value = torch.cat([key, value], dim=-1)  # one collective for both
         key_value = gather_sequence_shards(key_value, cp_mesh, dim=2) if cp_size > 1 else key_value
+        key, value = key_value.split([key.shape[-1], value.shape[-1]], dim=-1)  # (B, kv heads, S, ...)
         outputs = []
-        for chunk, q in zip(chunks, query.split(length, dim=2)):
+        for chunk, q in zip(chunks, query.split(length, dim=2)):  # (B, heads, length, D)
             begin, end = chunk * length, (chunk + 1) * length
-            first = max(0, begin - local_size + 1) if local_size else 0  # what lies before is not computed on
-            k, v = key_value[:, :, first:end].split([key.shape[-1], value.shape[-1]], dim=-1)
-            if is_plain:
-                mask = None  # on CUDA a kernel knows what is masked, on the CPU the layers share one mask
-                if begin > 0:
-                    ranges = (begin, end), (0, end)
-                    mask = lower_right[chunk] if q.is_cuda else build_mask(can_see, None, *ranges, q.device, q.dtype)
+            first = max(0, begin - window + 1) if window else 0  # what lies before is not computed on
+            k, v = key[:, :, first:end], value[:, :, first:end]
+            mask_of = sees, attention.positions, range(begin, end), range(first, end), q.device
+            if is_plain:  # on CUDA a kernel knows what is masked, on the CPU the layers share one mask
+                mask = None if begin == 0 else lower_right[chunk] if q.is_cuda else build_mask(*mask_of, q.dtype)
                 options = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1], "dropout_p": dropout}
-                output = F.scaled_dot_product_attention(q, k, v, mask, is_causal=begin == 0, **options)
-                outputs.append(output.transpose(1, 2))
-                continue
-            # masks, caps and sinks as Transformers has them: FlexAttention, which never has the whole mask in memory,
-            # or the family's own eager attention; that is on the CPU, and for dropout
-            is_sparse = q.is_cuda and not dropout
-            options = (q.device, None if is_sparse else q.dtype)
-            mask = build_mask(can_see, attention.positions, (begin, end), (first, end), *options)
-            eager = sys.modules[type(module).__module__].eager_attention_forward
-            forward = transformers.AttentionInterface()["flex_attention"] if is_sparse else eager
-            outputs.append(forward(module, q, k, v, mask, scaling=scaling, dropout=dropout, **kwargs)[0])
-        return torch.cat(outputs, dim=1), None  # (B, S/cp, heads, D)
+                output = F.scaled_dot_product_attention(q, k, v, mask, is_causal=begin == 0, **options).transpose(1, 2)
+            elif q.is_cuda and not dropout:  # other masks, caps and sinks, and never the whole mask in memory
+                forward = transformers.AttentionInterface()["flex_attention"]
+                output = forward(module, q, k, v, build_mask(*mask_of, None), scaling=scaling, **kwargs)[0]
+            else:  # the same in the family's own code, with a mask
+                forward = sys.modules[type(module).__module__].eager_attention_forward
+                mask = build_mask(*mask_of, q.dtype)
+                output = forward(module, q, k, v, mask, scaling=scaling, dropout=dropout, **kwargs)[0]
+            outputs.append(output)  # (B, length, heads, D of values)
+        return torch.cat(outputs, dim=1), None
 
     attention.positions = None
     return attention
@@ -1098,73 +1098,79 @@ def register_attention(attention: Callable) -> None:
 
 @functools.lru_cache(maxsize=4)  # the layers of a forward share it: two chunks, two kinds of layers
 def build_mask(
-    can_see: Callable,
-    positions: Tensor | None,
-    queries: tuple[int, int],
-    keys: tuple[int, int],
-    device: torch.device,
-    dtype: torch.dtype | None,
+    sees: Callable, places: Tensor | None, queries: range, keys: range, device: torch.device, dtype: torch.dtype | None
 ) -> Tensor | BlockMask:
-    """What ranges of queries see of ranges of keys: (1 or B, 1, Q, K), 0 or lowest; without dtype a block mask."""
+    """What these queries see of these keys of a sequence: (1 or B, 1, Q, K), 0 or lowest; without dtype a block mask.
+
+    `sees` tells it of places in a document, which `places`, (B, S), has for each token, or of places in the sequence.
+    """
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        q, k = q + queries[0], k + keys[0]
-        if positions is None:
-            return can_see(b, h, q, k)
-        q_place, k_place = positions[b, q], positions[b, k]
-        return can_see(b, h, q_place, k_place) & (q - q_place == k - k_place)  # both documents begin at one token
+        q, k = q + queries.start, k + keys.start
+        if places is None:
+            return sees(b, h, q, k)
+        q_place, k_place = places[b, q], places[b, k]
+        return sees(b, h, q_place, k_place) & (q - q_place == k - k_place)  # both documents begin at one token
 
-    sizes = (1 if positions is None else len(positions), 1, queries[1] - queries[0], keys[1] - keys[0])
+    sizes = (1 if places is None else len(places), 1, len(queries), len(keys))
     if dtype is None:  # compiled, so that no Q x K mask is in memory in between
         return torch.compile(create_block_mask)(visible, sizes[0], None, *sizes[2:], device)
-    shapes = [[-1 if i == dim else 1 for i in range(4)] for dim in range(4)]
-    mask = visible(*(torch.arange(n, device=device).view(shape) for n, shape in zip(sizes, shapes)))
+    b, h, q, k = (torch.arange(size, device=device) for size in sizes)
+    mask = visible(b[:, None, None, None], h[:, None, None], q[:, None], k)
     return torch.zeros(sizes, device=device, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documents: bool = False) -> None:
-    """Refuse a model whose attention `context_parallel_attention` cannot stand for: it runs one on meta, and looks."""
-    by_attention_alone = cp > 1 or has_documents  # then nothing else may mix tokens
+def find_obstacle(config: PreTrainedConfig, seq_len: int, cp: int, has_documents: bool) -> str | None:
+    """What `context_parallel_attention` cannot stand for, if anything, in a config, its modules, and a run on meta.
+
+    The run raises ValueError for what attention itself refuses, and RuntimeError where the model cannot be on meta.
+    """
+    by_attention_alone = cp > 1 or has_documents  # then nothing else may mix tokens, or depend on other positions
+    text_config = config.get_text_config()
+    floor = text_config.floor_scale if getattr(text_config, "attn_temperature_tuning", False) else math.inf
+    if by_attention_alone and seq_len >= floor:  # Llama 4 counts the positions for it by itself
+        return f"attention that is scaled by the position from {floor} tokens on"
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    for kind in (rope,) if "rope_type" in rope else filter(None, rope.values()):  # of all, or by kinds of layers
+        limit = kind.get("original_max_position_embeddings") or getattr(text_config, "max_position_embeddings", 0)
+        if by_attention_alone and kind.get("rope_type") in ("dynamic", "longrope") and seq_len > limit:
+            # its frequencies depend on the largest position that a rank happens to hold
+            return f"{kind['rope_type']} rotary embeddings beyond {limit} positions"
     attention = context_parallel_attention(None, seq_len)
     register_attention(attention)
     options = {"attn_implementation": "context_parallel", "experts_implementation": "batched_mm"}  # which runs on meta
-    ids, reason = torch.zeros((1, seq_len), dtype=torch.int64, device="meta"), None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options).train()
+        ids = torch.zeros((1, seq_len), dtype=torch.int64)
+    if not model._can_set_attn_implementation():  # private, but nothing public tells whether it will be called
+        return "attention that Transformers cannot replace"
+    tables = {m for m in model.modules() if isinstance(m, nn.Embedding)} - {model.get_input_embeddings()}
+    if any(table.padding_idx is not None for table in tables):
+        return "positions, or other embeddings, that depend on padding"
+    if by_attention_alone and any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return "convolutions along the sequence"
+    attention.positions = ids if has_documents else None
+    with torch.device("meta"), torch.no_grad():
+        model(input_ids=ids, position_ids=ids, attention_mask=ids + 1, use_cache=False)
+    calls = [any(hasattr(m, "has_called") for m in layer.modules()) for layer in find_decoder_layers(model)]
+    if by_attention_alone and not all(calls):
+        return "layers that mix tokens by other means than attention"
+    return None
+
+
+def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documents: bool = False) -> None:
+    """Refuse a model whose attention `context_parallel_attention` cannot stand for."""
     try:
-        with torch.device("meta"), torch.no_grad():
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options).train()
-            if not model._can_set_attn_implementation():  # private, but nothing public tells whether it will be called
-                raise ValueError("attention that Transformers cannot replace")
-            tables = {m for m in model.modules() if isinstance(m, nn.Embedding)} - {model.get_input_embeddings()}
-            if any(table.padding_idx is not None for table in tables):
-                raise ValueError("positions, or other embeddings, that depend on padding")
-            if by_attention_alone and any(isinstance(module, nn.Conv1d) for module in model.modules()):
-                raise ValueError("convolutions along the sequence")
-            attention.positions = ids if has_documents else None
-            model(input_ids=ids, position_ids=ids, attention_mask=ids + 1, use_cache=False)
-            if by_attention_alone and any(
-                not any(hasattr(m, "has_called") for m in layer.modules()) for layer in find_decoder_layers(model)
-            ):
-                raise ValueError("layers that mix tokens by other means than attention")
+        reason = find_obstacle(config, seq_len, cp, has_documents)
     except ValueError as error:
         reason = first_line(error)
     except RuntimeError:
-        pass  # not everything runs on meta: what is left to see is seen in the first step
+        reason = None  # not everything runs on meta: what is left to see is seen in the first step
     except Exception as error:
         reason = f"attention with a mask of its own ({first_line(error, 80)})"
-    family, config = config.model_type, config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    for kind in (rope,) if "rope_type" in rope else filter(None, rope.values()):  # of all, or by kinds of layers
-        limit = kind.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
-        if by_attention_alone and kind.get("rope_type") in ("dynamic", "longrope") and seq_len > limit:
-            # its frequencies depend on the largest position that a rank happens to hold
-            reason = f"{kind['rope_type']} rotary embeddings beyond {limit} positions"
-    floor = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
-    if by_attention_alone and floor is not None and seq_len >= floor:
-        # Llama 4 scales queries by positions that it counts itself
-        reason = f"attention that is scaled by the position from {floor} tokens on"
-    if reason:
+    if reason is not None:
         mode = "--document_mask" if has_documents else f"cp_size {cp}" if cp > 1 else "tp_size above 1"
-        fail(f"{family} has {reason}, which {mode} cannot express; cp and tp 1 without it would work")
+        fail(f"{config.model_type} has {reason}, which {mode} cannot express; cp and tp 1 without it would work")
 
 
 # ---- 6 data ----------------------------------------------------------------------------------------------------------
@@ -1172,43 +1178,41 @@ def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documen
 
 def read_documents(
     dataset_name: str, text_column: str, config: str | None = None, split: str = "train"
-) -> tuple[str, Iterator[list[str]], int, bool]:
-    """Open a text dataset: its fingerprint, batches of texts, their number, and whether each text is a document."""
+) -> tuple[Any, str, bool]:
+    """Open a text dataset. Returns it, the column with the texts, and whether each of them is a document."""
     import datasets  # 1 s, and only one rank of a machine needs it
 
-    path, builders = Path(dataset_name), {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv"}
-    builders |= {".parquet": "parquet"}
-    files = sorted(str(file) for file in path.rglob("*.txt")) if path.is_dir() else [dataset_name]
-    # else a line, so that a file of any size streams; all are one document
-    is_document = not files or Path(files[0]).suffix != ".txt"
+    path, column, is_document = Path(dataset_name), text_column, True
+    builders = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    text_files = sorted(str(file) for file in path.rglob("*.txt")) if path.is_dir() else [dataset_name]
     if path.is_file() and path.stat().st_size == 0:
         raise ValueError("it is empty")
     if dataset_name == "stdlib":
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-        data = datasets.Dataset.from_dict({text_column: texts})
-    elif builder := builders.get(path.suffix) if is_document else "text":
-        options = {} if is_document else {"keep_linebreaks": True}
-        data = datasets.load_dataset(builder, data_files=files, split="train", **options)
+        data = datasets.Dataset.from_dict({column: texts})
+    elif text_files and text_files[0].endswith(".txt"):  # by lines, so that files of any size stream; all one document
+        data = datasets.load_dataset("text", data_files=text_files, split="train", keep_linebreaks=True)
+        column, is_document = "text", False
+    elif builder := builders.get(path.suffix):
+        data = datasets.load_dataset(builder, data_files=[dataset_name], split="train")
     elif path.is_file():
-        raise ValueError(f"the name of a file must end in one of {', '.join(builders)}")
+        raise ValueError(f"the name of a file must end in one of .txt, {', '.join(builders)}")
     else:
         data = datasets.load_dataset(dataset_name, config, split=split)
-    column = text_column if is_document else "text"
     if column not in data.column_names:
         raise ValueError(f"it has no column {column}, but {', '.join(data.column_names)}; see --text_column")
-    batches = (batch[column] for batch in data.iter(batch_size=1000))
-    # private, but there is no public name for what the library itself uses to tell two datasets apart
-    return data._fingerprint, batches, math.ceil(len(data) / 1000), is_document
+    return data, column, is_document
 
 
 def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Path:
     """Write all tokens of a dataset, documents end to end, to one file in the datasets cache, unless it is there."""
     import datasets
 
-    fingerprint, batches, total, is_document = read_documents(dataset_name, text_column, **options)
+    data, column, is_document = read_documents(dataset_name, text_column, **options)
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())) + repr(tokenizer.init_kwargs) + repr(tokenizer)
-    key = hashlib.sha256(f"1 {fingerprint} {text_column} {vocabulary}".encode()).hexdigest()[:32]
+    # private, but there is no public name for what the library itself uses to tell two datasets apart
+    key = hashlib.sha256(f"1 {data._fingerprint} {text_column} {vocabulary}".encode()).hexdigest()[:32]
     dtype = "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32"
     path = Path(datasets.config.HF_DATASETS_CACHE) / "3d_parallel" / f"{key}.{dtype}"
     if path.exists():
@@ -1217,8 +1221,8 @@ def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedT
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None and is_document else []
     # in a folder beside it, so that under its name there is either nothing or all of it
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, (Path(folder) / path.name).open("wb") as file:
-        for texts in tqdm(batches, total=total, desc="tokenizing", unit="batch"):
-            texts = [text for text in texts if text] if is_document else ["".join(texts)]
+        for batch in tqdm(data.iter(1000), total=math.ceil(len(data) / 1000), desc="tokenizing", unit="batch"):
+            texts = [text for text in batch[column] if text] if is_document else ["".join(batch[column])]
             # not verbose: a document longer than the model's context is no fault, it is cut into sequences
             tokens = tokenizer(texts, add_special_tokens=is_document, verbose=False)["input_ids"] if texts else []
             for ids in tokens:
@@ -1238,10 +1242,8 @@ def prepare_tokens(
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> np.ndarray:
-    """Tokenize once per machine; return all tokens as a read-only array on disk. A collective over `group`.
-
-    `options` are `config` and `split` of `read_documents`.
-    """
+    """All tokens as a read-only array on disk, which one rank of each machine writes. A collective over `group`.
+    `options` are `config` and `split` of `read_documents`."""
     path, local_rank = None, int(os.environ.get("LOCAL_RANK", 0))
     works = "give 'stdlib', a .txt, .jsonl, .parquet or .csv file, a folder, or a hub id that can be reached"
     with on_all_ranks(f"--dataset_name {dataset_name} cannot be read, {works}", group):
@@ -1251,13 +1253,13 @@ def prepare_tokens(
     return np.memmap(path, mode="r", dtype=path.rsplit(".", 1)[-1])
 
 
-def split_data(num_tokens: int, args: Config) -> tuple[int, range]:
+def split_data(dataset_name: str, num_tokens: int, seq_len: int, with_evaluation: bool) -> tuple[int, range]:
     """How many sequences there are to train on, and which are held out: the last 1 %, but no more than 256."""
-    sequences = (num_tokens - 1) // args.seq_len
+    sequences = (num_tokens - 1) // seq_len
     if sequences < 1:
-        fail(f"{args.dataset_name} has {num_tokens} tokens, too few for one sequence of --seq_len {args.seq_len}")
-    if args.eval_every and sequences < 100:
-        fail(f"{args.dataset_name} has only {sequences} sequences; --eval_every holds out 1 %, so it needs 100")
+        fail(f"{dataset_name} has {num_tokens} tokens, too few for one sequence of --seq_len {seq_len}")
+    if with_evaluation and sequences < 100:
+        fail(f"{dataset_name} has only {sequences} sequences; --eval_every holds out 1 %, so it needs 100")
     trained = sequences - min(sequences // 100, 256)  # an evaluation must stay short beside the steps
     return trained, range(trained, sequences)
 
@@ -1288,13 +1290,14 @@ def shard_batch(
     device: torch.device,
     document_end: int | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Cut a global batch, (B, S), into this rank's micro-batches: dp takes rows, cp two chunks, tp gets the same.
+    """Cut a global batch, (B, S), into this rank's micro-batches, (micro_batch_size, S/cp): dp takes rows, cp the two
+    chunks of `shard_sequence`, all of tp the same.
 
     With `document_end`, the token that ends a document, positions begin anew after it, attention stays within a
     document, for which each rank has the positions of whole rows, and the end has no label.
     """
-    places = [(mesh.get_local_rank(axis), mesh[axis].size()) if mesh is not None else (0, 1) for axis in ("dp", "cp")]
-    (dp_rank, dp), (cp_rank, cp) = places
+    dp_rank, dp = (mesh.get_local_rank("dp"), mesh["dp"].size()) if mesh is not None else (0, 1)
+    cp_rank, cp = (mesh.get_local_rank("cp"), mesh["cp"].size()) if mesh is not None else (0, 1)
     positions = torch.arange(inputs.shape[1]).expand_as(inputs)
     if document_end is not None:
         starts = F.pad(inputs[:, :-1] == document_end, (1, 0)) * positions
@@ -1311,19 +1314,19 @@ def shard_batch(
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """A loss that is summed over chunks of the sequence, each with its gradient at once: only one chunk's logits are
-    in memory at a time, and nothing is computed twice. `apply_chunked_loss` uses it."""
+    """The sum of `loss_of(hidden, labels)` over chunks of the sequence. Its forward computes the gradients as well, one
+    chunk after the other: only one chunk's logits are in memory at a time, and nothing is computed twice."""
 
     @staticmethod
     def forward(
         ctx: Any,
         loss_of: Callable[[Tensor, Tensor], Tensor],
         hidden: Tensor,  # (B, S/tp, H)
-        labels: Tensor,  # (B, tp, S/tp)
+        labels: Tensor,  # (B, tp, S/tp): the head gathers a chunk over tp, so its labels are a piece of each slice
         num_chunks: int,
-        has_grad: bool,
-        *parameters: Tensor,
+        *parameters: Tensor,  # what else gets a gradient
     ) -> Tensor:
+        has_grad = any(ctx.needs_input_grad)
         total, hidden_grads, sums = 0, [], [None] * len(parameters)
         for chunk, chunk_labels in zip(hidden.chunk(num_chunks, 1), labels.chunk(num_chunks, 2)):
             chunk = chunk.detach().requires_grad_(has_grad)
@@ -1335,7 +1338,7 @@ class ChunkedLoss(torch.autograd.Function):
                 if grad is not None:  # summed in float32, whatever they are computed in
                     sums[i] = grad.float() if sums[i] is None else sums[i].add_(grad)
             grad = grads = None  # else those of the head would live on until the next chunk has its own
-        ctx.grads = [torch.cat(hidden_grads, 1), None, None, None, *sums] if has_grad else None
+        ctx.grads = [torch.cat(hidden_grads, 1), None, None, *sums] if has_grad else None
         return total
 
     @staticmethod
@@ -1347,24 +1350,24 @@ class ChunkedLoss(torch.autograd.Function):
 class SumCrossEntropy(torch.autograd.Function):
     """The sum of the cross entropy over labels (N,) that are not -100, in float32; `apply` takes what `forward` does.
 
-    Logits are (N, V), under tp this rank's (N, V/tp): then ranks exchange the highest logit of each token, and with one
-    more call the sum of the exponents and the logit of the label. Megatron-LM, arXiv 1909.08053, section 3. Of the
-    logits there is one float32 copy, which becomes their gradient; autograd's own would take three.
+    Logits are (N, V), under tp this rank's (N, V/tp), from entry `first` on: then the ranks of `group` exchange the
+    highest logit of each token, and with one more call the sum of the exponents and the logit of the label, as in
+    Megatron-LM, arXiv 1909.08053, section 3. A float32 copy of the logits becomes their gradient;
+    autograd's own would take three.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp_mesh: DeviceMesh | None, vocab_size: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: ProcessGroup | None) -> Tensor:
         highest, is_label = logits.amax(dim=-1).float(), labels != -100
-        if tp_mesh is not None:
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group=tp_mesh.get_group())
-            labels = labels - rows_of_rank(vocab_size, tp_mesh.size()) * tp_mesh.get_local_rank()
-        is_here = (labels >= 0) & (labels < logits.shape[-1])
-        index = labels.where(is_here, 0)[:, None]
-        exponents = logits - highest[:, None]  # float32
+        if group is not None:
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        is_here = (labels >= first) & (labels < first + logits.shape[-1])
+        index = (labels - first).where(is_here, 0)[:, None]
+        exponents = logits - highest[:, None]  # (N, V/tp), float32
         chosen = exponents.gather(-1, index).squeeze(-1).where(is_here, 0)
-        parts = torch.stack([exponents.exp_().sum(dim=-1), chosen])
-        if tp_mesh is not None:
-            dist.all_reduce(parts, group=tp_mesh.get_group())
+        parts = torch.stack([exponents.exp_().sum(dim=-1), chosen])  # (2, N)
+        if group is not None:
+            dist.all_reduce(parts, group=group)
         sums, chosen = parts
         ctx.saved, ctx.dtype = (exponents, sums, index, is_here, is_label), logits.dtype
         return ((sums.log() - chosen) * is_label).sum()
@@ -1377,19 +1380,28 @@ class SumCrossEntropy(torch.autograd.Function):
         return grad.to(ctx.dtype), None, None, None
 
 
+def with_hidden(output: transformers.utils.ModelOutput, hidden: Tensor) -> transformers.utils.ModelOutput:
+    """A decoder's output with other hidden states, and without the logits of routers, for which a head has a loss."""
+    kept = {name: value for name, value in output.items() if name not in ("last_hidden_state", "router_logits")}
+    return type(output)(last_hidden_state=hidden, **kept)
+
+
 def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None) -> None:
     """Let `model(..., shifted_labels=labels)` return a loss and no logits, which then never exist as a whole.
 
-    It returns the `SumCrossEntropy` of labels (B, S), and the logits of routers if the config asks for them, (tokens,
-    experts) for each layer. The decoder runs once, what follows it in the model's own forward once for each of up to 16
-    chunks of the sequence. Under tp a chunk has a piece of each rank's tokens.
+    It returns the sum of `SumCrossEntropy` over labels (B, S), which `train_step` divides by the number of labels of
+    the whole step, and the logits of routers, (tokens, experts) for each layer, if the config asks for them.
+    What a family does between decoder and logits is only in its own forward, which is therefore called many times,
+    each time with something else in place of the decoder:
+        once             own forward -> `decode`: the decoder, whose output is kept; it hands on one token -> head
+        for each chunk   own forward -> that chunk of the kept hidden states -> head -> `SumCrossEntropy`, gradients
     """
     decoder, own_forward, tp = find_decoder(model), model.forward, 1 if tp_mesh is None else tp_mesh.size()
     if decoder is model:  # the model names none: the child that has the layers
         decoder = next(child for child in model.children() if find_decoder_layers(model)[0] in {*child.modules()})
-    inside = {*decoder.modules()}
-    after = [module for module in model.modules() if module not in inside]
-    vocab_size = model.get_output_embeddings().out_features if tp > 1 else 0
+    after = {*model.modules()} - {*decoder.modules()}
+    rows = rows_of_rank(model.get_output_embeddings().out_features, tp) if tp > 1 else 0
+    first, group = (rows * tp_mesh.get_local_rank(), tp_mesh.get_group()) if tp > 1 else (0, None)
 
     @functools.wraps(own_forward)  # some of transformers looks at its signature
     def forward(*args: Any, shifted_labels: Tensor | None = None, **kwargs: Any) -> Any:
@@ -1397,42 +1409,37 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
             return own_forward(*args, **kwargs)
         run_decoder, decoded = decoder.forward, []
 
-        def run_on(hidden: Tensor | None) -> Any:
-            """The model's own forward on these hidden states; with None it runs the decoder, and takes one token."""
-
-            def stand_in(*args: Any, **kwargs: Any) -> Any:
-                if not decoded:
-                    output = run_decoder(*args, **kwargs)
-                    if getattr(output, "last_hidden_state", None) is None:  # of some families it is the head
-                        return output
-                    decoded.append(output)
-                output = {name: value for name, value in decoded[0].items() if name != "router_logits"}
-                output["last_hidden_state"] = decoded[0].last_hidden_state[:, :1] if hidden is None else hidden
-                return type(decoded[0])(**output)
-
-            decoder.forward = stand_in
+        def run_with(stand_in: Callable) -> Any:
+            decoder.forward = stand_in  # an attribute of this one module, which hides the method
             try:
                 return own_forward(*args, **kwargs)
             finally:
                 del decoder.forward
 
-        def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-            return SumCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), tp_mesh, vocab_size)
+        def decode(*args: Any, **kwargs: Any) -> Any:
+            output = run_decoder(*args, **kwargs)
+            if getattr(output, "last_hidden_state", None) is None:  # of some families it is the head
+                return output
+            decoded.append(output)
+            return with_hidden(output, output.last_hidden_state[:, :1])
 
-        def loss_of_hidden(hidden: Tensor, labels: Tensor) -> Tensor:
-            return loss_of(run_on(hidden).logits, labels)
+        def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+            return SumCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), first, group)
 
-        output, has_grad = run_on(None), torch.is_grad_enabled()
+        def loss_of_hidden(hidden: Tensor, labels: Tensor) -> Tensor:  # of a chunk: (B, C/tp, H) and (B, C)
+            output = run_with(lambda *args, **kwargs: with_hidden(decoded[0], hidden))
+            return loss_of_logits(output.logits, labels)
+
+        output = run_with(decode)
         if not decoded or output.logits.shape[1] != tp:
             # the model goes another way: these are the logits of all tokens
-            return ChunkedLoss.apply(loss_of, output.logits, shifted_labels[:, None], 1, has_grad), ()
+            return ChunkedLoss.apply(loss_of_logits, output.logits, shifted_labels[:, None], 1), ()
         hidden, labels = decoded[0].last_hidden_state, shifted_labels.unflatten(1, (tp, -1))
         # the head's gradient is added up once a chunk: with few tokens that takes as long as the products
         num_chunks = 16 if labels.numel() >= 2048 else max(1, labels.numel() // 256)
-        parameters = {p for module in after for p in module.parameters(False) if p.requires_grad}
-        loss = ChunkedLoss.apply(loss_of_hidden, hidden, labels, num_chunks, has_grad, *parameters)
-        has_routers = getattr(output, "aux_loss", None) is not None
-        return loss, decoded[0].router_logits if has_routers else ()
+        parameters = {p for m in after for p in m.parameters(False) if p.requires_grad and torch.is_grad_enabled()}
+        loss = ChunkedLoss.apply(loss_of_hidden, hidden, labels, num_chunks, *parameters)
+        return loss, decoded[0].router_logits if getattr(output, "aux_loss", None) is not None else ()
 
     model.forward = forward
 
@@ -2561,7 +2568,7 @@ def main(argv: list[str]) -> None:
     slow_group = host_group(timeout_s=2 * 86400)  # while one rank reads, downloads or tokenizes
     options = {"config": args.dataset_config, "split": args.dataset_split}
     tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer, slow_group, **options)
-    num_sequences, held_out = split_data(len(tokens), args)
+    num_sequences, held_out = split_data(args.dataset_name, len(tokens), args.seq_len, args.eval_every > 0)
     fill_buffers(model, device)
     if kind == "random":
         init_weights(model, config, args.seed)
