@@ -534,8 +534,10 @@ def send_weights(model: nn.Module, read_weights: Callable, source: str, group: P
                         f"{alias} differs from {name}, but the config ties them: tie_word_embeddings false"
                     )
     for name, target in targets.items():
-        full = full_tensors.pop(name) if get_rank() == 0 else torch.empty(target.shape)
-        full = full.to(target.device, target.dtype).contiguous()
+        place = {"dtype": target.dtype, "device": target.device}
+        full = torch.empty(target.shape, **place)
+        if get_rank() == 0:
+            full = full_tensors.pop(name).to(**place).contiguous()
         if dist.is_initialized():
             dist.broadcast(full, src=0)
         if isinstance(target, DTensor):
