@@ -27,6 +27,7 @@ import math
 import os
 import pickle
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -46,7 +47,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TextIO
 
 
 # before the other imports, which fail in their own words with versions that are too old
@@ -65,16 +66,21 @@ def flag(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-@dataclass
-class Config:
-    """Every flag of the script; each default works."""
+# `_argument_group_name` is what HfArgumentParser prints over a dataclass's flags
 
-    # model
+
+@dataclass
+class ModelFlags:
+    _argument_group_name = "model"
     model_name: str = flag("tiny", "'tiny', a hub id, or a folder with config.json and weights")
     from_scratch: bool = flag(False, "random weights from the model's config instead of its trained ones")
     init_from: str | None = flag(None, "start from these weights: a checkpoint of any mesh, or a Transformers folder")
     dtype: Literal["float32", "bfloat16"] = flag("float32", "compute in this; parameters and optimizer stay float32")
-    # data, mesh
+
+
+@dataclass
+class DataFlags:
+    _argument_group_name = "data"
     dataset_name: str = flag(
         "stdlib", "'stdlib' (Python's own source), a hub id, or .txt/.jsonl/.parquet/.csv, or a folder"
     )
@@ -83,23 +89,41 @@ class Config:
     text_column: str = flag("text", "the column that holds the text")
     seq_len: int = flag(256, "tokens in a sequence; divides by 2 * cp, and a shard of it by tp")
     document_mask: bool = flag(False, "attention stays within each document, and positions begin anew in it")
-    tp_size: int | None = flag(None, "tensor-parallel ranks; default: $TP_SIZE, or 1")
-    dp_size: int | None = flag(None, "data-parallel ranks; default: $DP_SIZE, or what tp and cp leave")
-    cp_size: int | None = flag(None, "context-parallel ranks; default: $CP_SIZE, or 1")
+
+
+@dataclass
+class MeshFlags:
+    _argument_group_name = "mesh, memory and speed"
+    tp_size: int | None = flag(None, "tensor-parallel ranks; $TP_SIZE sets the default")
+    dp_size: int | None = flag(None, "data-parallel ranks; $DP_SIZE sets the default; None: what tp and cp leave")
+    cp_size: int | None = flag(None, "context-parallel ranks; $CP_SIZE sets the default")
     dp_replicate_size: int = flag(1, "of the dp ranks, groups that each hold a whole copy of the model (HSDP)")
-    # training
-    global_batch_size: int | None = flag(None, "sequences in a step, over all ranks; default: 8, or what dp divides")
-    micro_batch_size: int | None = flag(None, "sequences in one forward of one rank; default: all of its share")
+    activation_checkpointing: Literal["none", "selective", "full"] = flag("none", "what of each layer to compute twice")
+    compile: bool = flag(False, "compile each decoder layer")
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: CUDA where there is a GPU")
+    timeout: int = flag(600, "seconds after which a collective that some rank does not join ends the run")
+    dry_run: bool = flag(False, "only print what a rank of this mesh would need; takes one process, and no GPU")
+    world_size: int = flag(1, "with --dry_run: the number of ranks to plan for")
+    device_memory: float = flag(80.0, "with --dry_run: the GiB of a GPU")
+
+
+@dataclass
+class TrainingFlags:
+    _argument_group_name = "training"
+    global_batch_size: int | None = flag(None, "sequences in a step, over all ranks; None: 8, or what dp divides")
+    micro_batch_size: int | None = flag(None, "sequences in one forward of one rank; None: all of its share")
     num_train_steps: int = flag(300, "steps of the whole run, resumed parts included")
-    learning_rate: float | None = flag(None, "peak learning rate, also on resume; default: 4e-3 for tiny, else 5e-5")
+    learning_rate: float | None = flag(None, "peak learning rate, also on resume; None: 4e-3 for tiny, else 5e-5")
     weight_decay: float = flag(0.1, "AdamW weight decay, on matrices only; on resume the flag holds")
     warmup_steps: int = flag(20, "steps of linear warm-up; a cosine to zero follows")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm")
-    activation_checkpointing: Literal["none", "selective", "full"] = flag("none", "what of each layer to compute twice")
-    compile: bool = flag(False, "compile each decoder layer")
     seed: int = flag(0, "seed of the initial weights, of the order of the data and of dropout")
     eval_every: int = flag(0, "evaluate on held-out data (1 %%, at most 256 sequences) every so many steps; 0: never")
-    # files, machine
+
+
+@dataclass
+class CheckpointFlags:
+    _argument_group_name = "checkpoints"
     output_dir: str = flag("output", "checkpoints and metrics.jsonl go here; one directory that all machines see")
     save_every: int = flag(0, "save a checkpoint every so many steps; 0: only at the end")
     keep_last: int = flag(2, "how many checkpoints of this run to keep")
@@ -108,13 +132,23 @@ class Config:
     export_dir: str | None = flag(None, "turn the checkpoint that --resume names into a Transformers folder, and end")
     export_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", "the dtype of that folder's weights")
     verify_checksums: bool = flag(True, "on resume, compare the checksum of each file; sizes are always compared")
-    wandb_mode: Literal["auto", "online", "offline", "disabled"] = flag("auto", "auto: online where there is a key")
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: CUDA where there is a GPU")
-    timeout: int = flag(600, "seconds after which a collective that some rank does not join ends the run")
+
+
+@dataclass
+class LogFlags:
+    _argument_group_name = "logs"
+    plot: str | None = flag(None, "only draw the metrics of this output directory, or of several: DIR1,DIR2")
     profile: bool = flag(False, "write a trace, and on CUDA a memory snapshot, of steps 3 to 5 to output_dir/profile")
-    dry_run: bool = flag(False, "only print what a rank of this mesh would need; takes one process, and no GPU")
-    world_size: int = flag(1, "with --dry_run: the number of ranks to plan for")
-    device_memory: float = flag(80.0, "with --dry_run: the GiB of a GPU")
+    wandb_mode: Literal["auto", "online", "offline", "disabled"] = flag("auto", "auto: online where there is a key")
+    wandb_all_ranks: bool = flag(
+        False, "a wandb run for each rank, in one group, for the system metrics of its machine"
+    )
+    wandb_artifact: bool = flag(False, "upload the last checkpoint to wandb as an artifact")
+
+
+@dataclass
+class Config(ModelFlags, DataFlags, MeshFlags, TrainingFlags, CheckpointFlags, LogFlags):
+    """Every flag of the script; each default works."""
 
 
 def fail(sentence: str) -> NoReturn:
@@ -143,7 +177,8 @@ def parse_arguments(argv: list[str]) -> Config:
     A JSON file of flags as the only argument does as well; each run leaves one, flags.json, in its output_dir.
     """
     argv = read_flags(argv)
-    parser = HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False)
+    usage = {"usage": "3D_parallel.py [flags]", "description": __doc__.split("\n")[0], "allow_abbrev": False}
+    parser = HfArgumentParser(Config.__mro__[1:-1], **usage)
     parser.error, env = fail, os.environ.get
     parser.set_defaults(tp_size=env("TP_SIZE") or 1, dp_size=env("DP_SIZE") or None, cp_size=env("CP_SIZE") or 1)
     args = Config(**vars(parser.parse_args(argv)))
@@ -165,6 +200,8 @@ def parse_arguments(argv: list[str]) -> Config:
     if args.world_size > 1 and not args.dry_run:
         fail(f"--world_size {args.world_size} is for --dry_run; a launcher such as torchrun sets the number of ranks")
     world_size = args.world_size if args.dry_run else world_size
+    if args.plot:
+        return args
     if args.export_dir is not None:
         folder = Path(args.export_dir)
         if world_size > 1 or args.resume == "never":
@@ -1365,14 +1402,19 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
     model.forward = forward
 
 
-def forward_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The sum of the loss over a micro-batch of `shard_batch`, and the logits of routers; see `apply_chunked_loss`."""
-    inputs = {"input_ids": batch["input_ids"], "shifted_labels": batch["labels"], "use_cache": False}
+def model_inputs(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """What the model's forward takes of a micro-batch of `shard_batch`."""
+    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
     if model.attention_function is not None:  # else it counts positions in its own way
         # a mask of ones, or Transformers takes a shard's positions for those of packed documents
         inputs |= {"position_ids": batch["position_ids"], "attention_mask": torch.ones_like(batch["input_ids"])}
         model.attention_function.positions = batch.get("document_positions")
-    return model(**inputs)
+    return inputs
+
+
+def forward_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The sum of the loss over a micro-batch of `shard_batch`, and the logits of routers; see `apply_chunked_loss`."""
+    return model(**model_inputs(model, batch), shifted_labels=batch["labels"])
 
 
 @torch.no_grad()
@@ -1516,6 +1558,14 @@ def save_checkpoint(
     state = stager.stage(state)
     stager.cache_staged_state_dict, stager.state_dict_cache = True, state  # the next save goes into its memory
     return thread.submit(write, state, group)
+
+
+def start_background(device: torch.device, timeout_s: float) -> tuple[ThreadPoolExecutor, AsyncStager, ProcessGroup]:
+    """The thread, the host memory and the group of asynchronous saves. A collective."""
+    # with a cache from the start the stager pins its memory, which takes a GPU
+    stager = BlockingAsyncStager(cache_staged_state_dict=device.type == "cuda")
+    thread = ThreadPoolExecutor(1, initializer=torch.get_device_module(device).set_device, initargs=(device,))
+    return thread, stager, host_group(timeout_s)
 
 
 def add_tied_names(metadata: dcp.Metadata, tied: dict[str, str]) -> None:
@@ -1861,6 +1911,109 @@ def train_step(
     return totals
 
 
+def check_first_step(model: PreTrainedModel, mesh: DeviceMesh | None) -> None:
+    """Refuse a model whose layers did not all run the attention over the whole sequence, or that is not all cut."""
+    family, layers, attention = model.config.model_type, find_decoder_layers(model), model.attention_function
+    calls = sum(any(hasattr(m, "has_called") for m in layer.modules()) for layer in layers)
+    is_cut = mesh is not None and mesh["cp"].size() > 1
+    if (is_cut or (attention is not None and attention.positions is not None)) and calls < len(layers):
+        # such a layer sees only a part of the sequence, or other documents
+        fail(f"{calls} of {len(layers)} layers of {family} ran context-parallel attention, not all")
+    axes = {"fsdp", "tp"} if mesh is not None and mesh["tp"].size() > 1 else {"fsdp"}
+    for name, parameter in model.named_parameters() if mesh is not None else []:
+        if not isinstance(parameter, DTensor) or {*parameter.device_mesh.mesh_dim_names} - {"dp_replicate"} != axes:
+            fail(f"{name} of {family} is not cut over the whole mesh: do not trust its gradient")
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    tokens: np.ndarray,
+    held_out: range,
+    seq_len: int,
+    batch_size: int,
+    shard: Callable,
+    mesh: DeviceMesh | None,
+) -> float:
+    """The mean cross entropy over all labels of the held-out sequences, the same on all ranks and in all meshes."""
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)  # loss, labels
+    for start in range(0, len(held_out), batch_size):
+        indices = [held_out[min(start + i, len(held_out) - 1)] for i in range(batch_size)]
+        inputs, labels = read_sequences(tokens, indices, seq_len)
+        labels[len(held_out) - start :] = -100  # the last batch is filled up with rows that have no labels
+        for batch in shard(inputs, labels):
+            totals += torch.stack([forward_loss(model, batch)[0].double(), (batch["labels"] != -100).sum().double()])
+    if mesh is not None:
+        dist.all_reduce(totals)
+    model.train()
+    return (totals[0] / totals[1]).item()
+
+
+@torch.no_grad()
+def generate_text(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: DeviceMesh | None,
+    *,
+    prompt: str,
+    num_tokens: int,
+    seq_len: int,
+    temperature: float = 0.7,
+    seed: int = 0,
+) -> str:
+    """Continue a prompt in the mesh itself, the same in every mesh. A collective.
+
+    Each rank scores the tokens whose logits it has, and the highest score of all is taken: logits over temperature plus
+    Gumbel noise, whose maximum is a sample of the softmax (arXiv 1611.01144, section 2). There is no cache: a token
+    takes a forward over all of `seq_len`.
+    """
+    model.eval()
+    device, vocab_size = next(model.parameters()).device, model.config.get_text_config().vocab_size
+    dp, tp, tp_rank = (mesh["dp"].size(), mesh["tp"].size(), mesh.get_local_rank("tp")) if mesh else (1, 1, 0)
+    first = tp_rank * rows_of_rank(vocab_size, tp)  # of the tokens whose logits this rank has
+    ids, random = tokenizer(prompt)["input_ids"], torch.Generator().manual_seed(seed)
+    for place in range(len(ids) - 1, min(len(ids) + num_tokens, seq_len) - 1):
+        row = torch.tensor(ids + [0] * (seq_len - len(ids)))  # no token sees those after it
+        rows = row.expand(dp, -1)  # all of dp do the same
+        [batch] = shard_batch(rows, rows, mesh, 1, device)
+        logits = model(**model_inputs(model, batch)).logits[0]  # (S/cp, V/tp)
+        noise = -torch.empty(vocab_size).exponential_(generator=random).log()
+        noise[len(tokenizer) :] = -math.inf  # rows that only fill up the vocabulary
+        best = -math.inf, 0
+        if (here := batch["position_ids"][0] == place).any():  # on the cp rank that has this token
+            scores = logits[here][0].float().cpu() / temperature
+            scores += noise[first : first + len(scores)]
+            best = scores.max().item(), first + scores.argmax().item()
+        ids.append(max(gather_objects(best))[1])
+    model.train()
+    return tokenizer.decode(ids)
+
+
+# of a run: what it prints, and what it logs
+
+
+def describe_run(args: Config, model: nn.Module, num_tokens: int, trained: int, held_out: range) -> None:
+    """Print each derived quantity once. Rank 0 only."""
+    local = [local_part(parameter) for parameter in model.parameters()]
+    mebibytes = sum(4 * 4 * p.numel() for p in local) / 2**20  # with gradient and AdamW state
+    step_tokens, dp = args.global_batch_size * args.seq_len, args.dp_size
+    micro_batches = args.global_batch_size // dp // args.micro_batch_size
+    epochs = args.num_train_steps * args.global_batch_size / trained
+    size, flops = sum(p.numel() for p in model.parameters()), flops_per_token(model, args.seq_len)
+    print(f"mesh: dp {dp} x cp {args.cp_size} x tp {args.tp_size}, {get_world_size()} ranks on {local[0].device.type}")
+    print(f"model: {model.config.model_type}, {len(find_decoder_layers(model))} layers, {size:,} parameters, ", end="")
+    print(f"{flops:.3g} flop a token, {mebibytes:,.1f} MiB a rank in training")
+    print(f"step: {args.global_batch_size} x {args.seq_len} = {step_tokens:,} tokens, ", end="")
+    print(f"{micro_batches} micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size} a rank")
+    print(f"data: {num_tokens:,} tokens, {trained:,} sequences to train on, {len(held_out)} held out")
+    print(
+        f"run: {args.num_train_steps:,} steps, {args.num_train_steps * step_tokens:,} tokens, {epochs:.2g} epochs, ",
+        end="",
+    )
+    print(f"learning rate to {args.learning_rate:g} in {args.warmup_steps} steps, then down to 0", flush=True)
+
+
 # what a GPU can do in bfloat16, FLOP/s without sparsity, from the makers' data sheets
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "MI300X": 1307e12}
 
@@ -1890,6 +2043,20 @@ def flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
     return 6 * met
 
 
+def measure_speed(tokens: int, seconds: float, flops: float, device: torch.device) -> dict[str, float]:
+    """Tokens/s, of all ranks and of one; on CUDA its peak memory, and on known GPUs the share of `PEAK_FLOPS` in use.
+
+    `flops` are those of a token, see `flops_per_token`.
+    """
+    speed = {"tokens_per_second": tokens / seconds, "tokens_per_second_per_rank": tokens / seconds / get_world_size()}
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for peak in [peak for gpu, peak in PEAK_FLOPS.items() if gpu in name]:
+            speed["mfu"] = speed["tokens_per_second_per_rank"] * flops / peak
+        speed["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+    return speed
+
+
 def start_profiler(folder: Path, device: torch.device) -> torch.profiler.profile:
     """Call `.step()` after each step: the third to the fifth go into trace_rank<r>.json, for ui.perfetto.dev, and on
     CUDA what was allocated into memory_rank<r>.pickle, for pytorch.org/memory_viz."""
@@ -1910,39 +2077,6 @@ def start_profiler(folder: Path, device: torch.device) -> torch.profiler.profile
     return profiler
 
 
-def check_first_step(model: PreTrainedModel, mesh: DeviceMesh | None) -> None:
-    """Refuse a model whose layers did not all run the attention over the whole sequence, or that is not all cut."""
-    family, layers, attention = model.config.model_type, find_decoder_layers(model), model.attention_function
-    calls = sum(any(hasattr(m, "has_called") for m in layer.modules()) for layer in layers)
-    is_cut = mesh is not None and mesh["cp"].size() > 1
-    if (is_cut or (attention is not None and attention.positions is not None)) and calls < len(layers):
-        # such a layer sees only a part of the sequence, or other documents
-        fail(f"{calls} of {len(layers)} layers of {family} ran context-parallel attention, not all")
-    axes = {"fsdp", "tp"} if mesh is not None and mesh["tp"].size() > 1 else {"fsdp"}
-    for name, parameter in model.named_parameters() if mesh is not None else []:
-        if not isinstance(parameter, DTensor) or {*parameter.device_mesh.mesh_dim_names} - {"dp_replicate"} != axes:
-            fail(f"{name} of {family} is not cut over the whole mesh: do not trust its gradient")
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module, tokens: np.ndarray, held_out: range, args: Config, shard: Callable, mesh: DeviceMesh | None
-) -> float:
-    """The mean cross entropy over all labels of the held-out sequences, the same on all ranks and in all meshes."""
-    model.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)  # loss, labels
-    for start in range(0, len(held_out), args.global_batch_size):
-        indices = [held_out[min(start + i, len(held_out) - 1)] for i in range(args.global_batch_size)]
-        inputs, labels = read_sequences(tokens, indices, args.seq_len)
-        labels[len(held_out) - start :] = -100  # the last batch is filled up with rows that have no labels
-        for batch in shard(inputs, labels):
-            totals += torch.stack([forward_loss(model, batch)[0].double(), (batch["labels"] != -100).sum().double()])
-    if mesh is not None:
-        dist.all_reduce(totals)
-    model.train()
-    return (totals[0] / totals[1]).item()
-
-
 def open_metrics(output_dir: Path, run: str) -> Any:
     """metrics.jsonl, opened to append; what another run has left there is first renamed. Rank 0 only."""
     path = output_dir / "metrics.jsonl"
@@ -1956,21 +2090,248 @@ def open_metrics(output_dir: Path, run: str) -> Any:
 
 
 def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path) -> Any:
-    """Start or go on with a wandb run, or return None. It never raises and never asks. Rank 0 only, no collective."""
+    """Start or go on with a wandb run, or return None. It never raises, never asks, and is no collective.
+
+    Ranks but the first, for their system metrics, have runs of their own in the same group. wandb's own variables,
+    WANDB_PROJECT, WANDB_NAME, WANDB_RUN_GROUP and so on, win.
+    """
     mode = (os.environ.get("WANDB_MODE") or mode) if mode == "auto" else mode
     if mode == "disabled":
         return None
+    rank = f"-rank{get_rank()}" if get_rank() > 0 else ""
+    name = f"{output_dir.resolve().name} {run_id}"
+    defaults = {"WANDB_PROJECT": "3D_parallel", "WANDB_NAME": name, "WANDB_RUN_GROUP": name}
+    config |= {package: version(package) for package in ("torch", "transformers")}
     try:
         import wandb  # 3 s, and only here
 
         mode = ("online" if wandb.login(prompt=False, verify=False) else "offline") if mode == "auto" else mode
-        config |= {name: version(name) for name in ("torch", "transformers")}
-        options = {"id": run_id, "resume": "allow", "mode": mode, "dir": str(output_dir), "config": config}
-        settings = wandb.Settings(init_timeout=60, silent=True, save_code=True)  # the script and its git commit
-        return wandb.init(project="3D_parallel", name=f"{output_dir.name} {run_id}", settings=settings, **options)
+        project, name, group = (os.environ.get(variable) or value for variable, value in defaults.items())
+        script = Path(__file__).resolve()  # saved as code with its git commit, wherever the run was started
+        code = {"save_code": True, "program_relpath": script.name, "git_root": str(script.parent)}
+        settings = wandb.Settings(init_timeout=60, silent=True, **code)
+        where = {"project": project, "name": name + rank, "group": group, "id": run_id + rank, "dir": str(output_dir)}
+        run = wandb.init(**where, mode=mode, resume="allow", config=config, allow_val_change=True, settings=settings)
+        # by our steps and not wandb's, which go up only: after a crash some steps are logged once more
+        run.define_metric("*", step_metric="step")
+        return run
     except Exception as error:
         print(f"wandb is off: {first_line(error)}", flush=True)
         return None
+
+
+def finish_wandb(run: Any, summary: dict[str, Any], artifact: Path | None) -> None:
+    """End a run of wandb with this summary, and with a checkpoint as its artifact, if one is given."""
+    with contextlib.suppress(Exception):  # a failing wandb never stops a run
+        run.summary.update(summary)
+        if artifact is not None:
+            run.log_artifact(str(artifact), name=f"checkpoint-{run.id}", type="model")
+        run.finish()
+
+
+def log_step(entry: dict[str, Any], metrics: TextIO, wandb_run: Any) -> None:
+    """Append a step to metrics.jsonl, and send it to wandb. Neither ever stops a run. Rank 0 only."""
+    with contextlib.suppress(OSError):  # a full disk ends the run at the next save, if it is still full then
+        print(json.dumps(entry), file=metrics, flush=True)
+    if wandb_run is not None:
+        with contextlib.suppress(Exception):
+            wandb_run.log(entry)
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """What this process has trained. Rank 0 only."""
+    more = f", MFU {summary['mfu']:.1%}" if "mfu" in summary else ""
+    gib = summary.get("peak_memory_gib") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print("{tokens:,} tokens in {seconds:,.0f} s with evaluations and saves, ".format(**summary), end="")
+    print(f"{summary['tokens_per_second']:,.0f} a second{more}, peak memory of rank 0 {gib:.2f} GiB")
+    print("loss {final_loss:.4f}, at best {best_loss:.4f} in step {best_step}".format(**summary), flush=True)
+
+
+def resume_command(args: Config, argv: list[str], num_train_steps: int) -> str:
+    """The command that goes on from this run's last checkpoint, up to `num_train_steps`."""
+    replaced = r" --(resume|init[_-]from|num[_-]train[_-]steps|[tdc]p[_-]size)[ =]('[^']*'|\S+)"
+    kept = re.sub(replaced, "", " " + shlex.join(argv))
+    if not (launcher := os.environ.get("LAUNCHED_AS")):
+        processes, script = os.environ.get("LOCAL_WORLD_SIZE"), shlex.quote(sys.argv[0])
+        launcher = f"torchrun --standalone --nproc_per_node {processes} {script}" if processes else f"python {script}"
+        launcher += f" --tp_size {args.tp_size} --dp_size {args.dp_size} --cp_size {args.cp_size}"
+    return f"{launcher}{kept} --resume auto --num_train_steps {num_train_steps}"
+
+
+def catch_signals() -> list[int]:
+    """From here on SIGTERM and SIGUSR1 only add themselves to this list."""
+    caught: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda signum, frame: caught.append(signum))
+    return caught
+
+
+def train(
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    tokens: np.ndarray,
+    num_sequences: int,
+    held_out: range,
+    args: Config,
+    mesh: DeviceMesh | None,
+    shard: Callable,
+    train_state: dict[str, Any],
+    save: Callable[..., Future],
+) -> Path | None:
+    """Train to the last step or a signal, and keep `train_state` up to date. Returns the last checkpoint's path."""
+    is_main, output_dir, device = get_rank() == 0, Path(args.output_dir), next(model.parameters()).device
+    metrics = open_metrics(output_dir, train_state["run"]) if is_main else None
+    has_wandb = is_main or args.wandb_all_ranks
+    wandb_run = start_wandb(args.wandb_mode, asdict(args), train_state["run"], output_dir) if has_wandb else None
+    profiler = start_profiler(output_dir / "profile", device) if args.profile else None
+    flops, step_tokens = flops_per_token(model, args.seq_len), args.global_batch_size * args.seq_len
+    first_step, mesh_name = train_state["step"] + 1, "tp{tp}_dp{dp}_cp{cp}".format(**train_state)
+    signals = catch_signals()  # the first asks for a save and an end after the step, more of them change nothing
+    saving: Future | None = None  # the last save, perhaps still in flight
+
+    def load_batch(step: int) -> list[dict[str, Tensor]]:
+        indices = sequences_of_step(num_sequences, args.seed, step - 1, args.global_batch_size)
+        return shard(*read_sequences(tokens, indices, args.seq_len))
+
+    def wants_stop() -> bool:  # a signal, or a save that has failed
+        return bool(signals) or (saving is not None and saving.done() and saving.exception() is not None)
+
+    loader = ThreadPoolExecutor(1)  # makes the batch of the next step ready during this one
+    batch = loader.submit(load_batch, first_step)
+    best, begun = (math.inf, 0), time.perf_counter()  # the lowest loss and its step
+    bar = tqdm(total=args.num_train_steps, initial=first_step - 1, disable=not is_main, unit="step")
+    for step in range(first_step, args.num_train_steps + 1):
+        started, micro_batches = time.perf_counter(), batch.result()
+        batch = loader.submit(load_batch, step + 1)
+        # dropout: ranks hold other tokens or other heads, so they need other masks; a resumed run needs the same
+        torch.manual_seed(args.seed + 100_003 * step + get_rank())
+        lr = learning_rate_of_step(step - 1, args.learning_rate, args.warmup_steps, args.num_train_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        totals = train_step(model, optimizer, micro_batches, mesh, args.max_grad_norm, wants_stop)
+        loss, grad_norm, stop = totals.tolist()  # the one CPU-GPU sync of a step
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            bar.close()
+            fail(f"step {step} has loss {loss} and gradient norm {grad_norm}: resume with a lower --learning_rate")
+        if step == first_step:
+            check_first_step(model, mesh)
+        train_state |= {"step": step, "tokens": train_state["tokens"] + step_tokens}
+        best = min(best, (loss, step))
+
+        entry = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": train_state["tokens"]}
+        entry |= measure_speed(step_tokens, time.perf_counter() - started, flops, device)
+        entry |= {"run": train_state["run"], "mesh": mesh_name, "first_step": first_step}  # that of this process
+        if args.eval_every and step % args.eval_every == 0:
+            sizes = args.seq_len, args.global_batch_size
+            entry["eval_loss"] = evaluate(model, tokens, held_out, *sizes, shard, mesh)
+            entry["eval_perplexity"] = math.exp(min(entry["eval_loss"], 700))
+        if is_main:
+            log_step(entry, metrics, wandb_run)
+            shown = "loss {loss:.4f}, norm {grad_norm:.3f}, lr {lr:.2e}, {tokens_per_second:.0f} tok/s"
+            bar.set_postfix_str(shown.format(**entry), refresh=False)
+            bar.update()
+
+        stop = stop or step == args.num_train_steps
+        if stop or (args.save_every and step % args.save_every == 0):
+            if saving is not None:
+                saving.result()  # one save at a time; what broke it, the SystemExit of `fail`, leaves here on all ranks
+            saving = save(about=train_state)
+        if profiler is not None:
+            profiler.step()
+        if stop:
+            break
+    loader.shutdown()
+    if profiler is not None:
+        profiler.stop()
+    path = saving.result() if saving is not None else None
+    bar.close()
+
+    summary: dict[str, Any] = {"checkpoint": str(path)}
+    if best[1]:  # there was a step
+        seconds, trained = time.perf_counter() - begun, (train_state["step"] - first_step + 1) * step_tokens
+        summary |= {"final_loss": loss, "best_loss": best[0], "best_step": best[1], "tokens": trained}
+        summary |= {"seconds": seconds, **measure_speed(trained, seconds, flops, device)}
+        if is_main:
+            print_summary(summary)
+    if wandb_run is not None:
+        finish_wandb(wandb_run, summary, path if is_main and args.wandb_artifact else None)
+    return path
+
+
+def end_run(
+    args: Config,
+    argv: list[str],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: DeviceMesh | None,
+    step: int,
+    path: Path | None,
+) -> None:
+    """Show what the tiny model has learned, leave the process group, and say how to go on. A collective."""
+    is_main, text, last = get_rank() == 0, None, args.num_train_steps
+    if args.model_name == "tiny" and step >= max(100, last):  # before, it writes noise
+        text = generate_text(model, tokenizer, mesh, prompt="def ", num_tokens=200, seq_len=args.seq_len)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    else:
+        folder = Path(args.output_dir) / "model"
+        with on_all_ranks(f"the checkpoint is {path}, but {folder} cannot be written"):
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        print(f"Transformers folder: {folder}", flush=True)
+    if is_main:
+        if text is not None:
+            print(f"---- what it writes now\n{text}\n----")
+        print(f"{'stopped by a signal, ' * (step < last)}checkpoint of step {step}: {path}")
+        print(f"go on with: {resume_command(args, argv, last if step < last else 2 * step)}", flush=True)
+
+
+# tools without a run: a picture of what was logged, and a plan
+
+
+def draw_metrics(folders: list[Path]) -> Path:
+    """Draw loss, gradient norm, learning rate and tokens/s of one or several runs to metrics.svg in the first folder.
+
+    A dotted line is where a process went on from a checkpoint, with the mesh where that is another one.
+    """
+    try:
+        import pandas  # comes with datasets
+        from matplotlib.figure import Figure  # an extra, which only this needs
+    except ImportError:
+        fail("--plot needs a package that is not there: pip install matplotlib")
+    titles = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "tokens_per_second": "tokens/s"}
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    panels = figure.subplots(2, 2, sharex=True).flatten()
+    colors = itertools.cycle(["#0072b2", "#d55e00", "#009e73", "#cc79a7"])  # which colour-blind people can tell apart
+    for folder, color in zip(folders, colors):
+        try:
+            lines = (folder / "metrics.jsonl").read_text().splitlines()
+        except OSError as error:
+            fail(f"--plot {folder} has no metrics.jsonl that can be read ({error.strerror})")
+        entries = [json.loads(line) for line in lines if line.endswith("}")]  # else a full disk has cut it
+        if not entries:
+            fail(f"--plot {folder} has a metrics.jsonl without steps")
+        # of steps that were done again the later entry counts
+        table = pandas.DataFrame(entries).drop_duplicates("step", keep="last").set_index("step").sort_index()
+        table[[*titles]].plot(subplots=True, ax=panels, color=color, linewidth=1, legend=False, grid=True)
+        panels[0].lines[-1].set_label(f"{folder.resolve().name}, {table['mesh'].iloc[0]}")
+        if "eval_loss" in table:
+            held_out = {"style": "o", "fillstyle": "none", "label": f"{folder.resolve().name}, held out"}
+            table["eval_loss"].dropna().plot(ax=panels[0], color=color, **held_out)
+        for step in table.index[table.index == table["first_step"]][1:]:
+            for panel in panels:
+                panel.axvline(step, color=color, linestyle=":", linewidth=1)
+            before, mesh = table["mesh"].loc[:step].iloc[-2:]
+            where = {"xy": (step, 0.98), "xycoords": ("data", "axes fraction"), "va": "top", "ha": "right"}
+            panels[0].annotate("" if mesh == before else mesh, **where, rotation=90, fontsize=8, color=color)
+    for panel, title in zip(panels, titles.values()):
+        panel.set_title(title, loc="left")
+    for panel in panels[2:]:
+        panel.set_ylim(bottom=0)
+    panels[0].legend(frameon=False)
+    path = folders[0] / "metrics.svg"
+    figure.savefig(path)
+    return path
 
 
 class Meter(TorchDispatchMode):
@@ -2095,154 +2456,40 @@ def dry_run(args: Config, config: PreTrainedConfig) -> None:
     dist.destroy_process_group()
 
 
-def resume_command(args: Config, argv: list[str], num_train_steps: int) -> str:
-    """The command that goes on from this run's last checkpoint, up to `num_train_steps`."""
-    replaced = r" --(resume|init[_-]from|num[_-]train[_-]steps|[tdc]p[_-]size)[ =]('[^']*'|\S+)"
-    kept = re.sub(replaced, "", " " + shlex.join(argv))
-    if not (launcher := os.environ.get("LAUNCHED_AS")):
-        processes, script = os.environ.get("LOCAL_WORLD_SIZE"), shlex.quote(sys.argv[0])
-        launcher = f"torchrun --standalone --nproc_per_node {processes} {script}" if processes else f"python {script}"
-        launcher += f" --tp_size {args.tp_size} --dp_size {args.dp_size} --cp_size {args.cp_size}"
-    return f"{launcher}{kept} --resume auto --num_train_steps {num_train_steps}"
-
-
-def train(
-    model: PreTrainedModel,
-    optimizer: Optimizer,
-    tokens: np.ndarray,
-    num_sequences: int,
-    held_out: range,
-    args: Config,
-    mesh: DeviceMesh | None,
-    shard: Callable,
-    train_state: dict[str, Any],
-    save: Callable[..., Future],
-) -> Path | None:
-    """Train to the last step or a signal, and keep `train_state` up to date. Returns the last checkpoint's path."""
-    is_main, output_dir = get_rank() == 0, Path(args.output_dir)
-    metrics = open_metrics(output_dir, train_state["run"]) if is_main else None
-    wandb_run = start_wandb(args.wandb_mode, asdict(args), train_state["run"], output_dir) if is_main else None
-    first_step = train_state["step"] + 1
-    caught: list[int] = []  # signals: the first asks for a save and an end after the step, more of them change nothing
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda signum, frame: caught.append(signum))
-    saving: Future | None = None  # the last save, perhaps still in flight
-    device, ranks = next(model.parameters()).device, get_world_size()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    peak_flops = next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
-    model_flops, step_tokens = flops_per_token(model, args.seq_len), args.global_batch_size * args.seq_len
-    profiler = start_profiler(output_dir / "profile", device) if args.profile else None
-
-    def load_batch(step: int) -> list[dict[str, Tensor]]:
-        indices = sequences_of_step(num_sequences, args.seed, step - 1, args.global_batch_size)
-        return shard(*read_sequences(tokens, indices, args.seq_len))
-
-    def wants_stop() -> bool:  # a signal, or a save that has failed
-        return bool(caught) or (saving is not None and saving.done() and saving.exception() is not None)
-
-    loader = ThreadPoolExecutor(1)  # makes the batch of the next step ready during this one
-    batch = loader.submit(load_batch, first_step)
-    best, begun = (math.inf, 0), time.perf_counter()  # the lowest loss and its step
-    bar = tqdm(total=args.num_train_steps, initial=first_step - 1, disable=not is_main, unit="step")
-    for step in range(first_step, args.num_train_steps + 1):
-        started, micro_batches = time.perf_counter(), batch.result()
-        batch = loader.submit(load_batch, step + 1)
-        # dropout: ranks hold other tokens or other heads, so they need other masks; a resumed run needs the same
-        torch.manual_seed(args.seed + 100_003 * step + get_rank())
-        lr = learning_rate_of_step(step - 1, args.learning_rate, args.warmup_steps, args.num_train_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        totals = train_step(model, optimizer, micro_batches, mesh, args.max_grad_norm, wants_stop)
-        loss, grad_norm, stop = totals.tolist()  # the one CPU-GPU sync of a step
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            bar.close()
-            fail(f"step {step} has loss {loss} and gradient norm {grad_norm}: resume with a lower --learning_rate")
-        if step == first_step:
-            check_first_step(model, mesh)
-        train_state |= {"step": step, "tokens": train_state["tokens"] + step_tokens}
-        best = min(best, (loss, step))
-
-        entry = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": train_state["tokens"]}
-        speed = step_tokens / (time.perf_counter() - started)
-        entry |= {"tokens_per_second": speed, "tokens_per_second_per_rank": speed / ranks, "run": train_state["run"]}
-        if peak_flops is not None:
-            entry["mfu"] = speed / ranks * model_flops / peak_flops
-            entry["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-        if args.eval_every and step % args.eval_every == 0:
-            entry["eval_loss"] = evaluate(model, tokens, held_out, args, shard, mesh)
-            entry["eval_perplexity"] = math.exp(min(entry["eval_loss"], 700))
-        if is_main:
-            with contextlib.suppress(OSError):  # a full disk ends the run at the next save, if it is still full then
-                print(json.dumps(entry), file=metrics, flush=True)
-            if wandb_run is not None:
-                with contextlib.suppress(Exception):  # a failing wandb never stops a run
-                    wandb_run.log(entry, step=step)
-            bar.set_postfix_str(f"loss {loss:.4f}, norm {grad_norm:.3f}, lr {lr:.2e}, {speed:.0f} tok/s", refresh=False)
-            bar.update()
-
-        stop = stop or step == args.num_train_steps
-        if stop or (args.save_every and step % args.save_every == 0):
-            if saving is not None:
-                saving.result()  # one save at a time; what broke it, the SystemExit of `fail`, leaves here on all ranks
-            saving = save(about=train_state)
-        if profiler is not None:
-            profiler.step()
-        if stop:
-            break
-    loader.shutdown()
-    if profiler is not None:
-        profiler.stop()
-    path = saving.result() if saving is not None else None
-    bar.close()
-    if is_main and best[1]:
-        seconds, trained = time.perf_counter() - begun, (train_state["step"] - first_step + 1) * step_tokens
-        print(f"{trained:,} tokens in {seconds:,.0f} s, {trained / seconds:,.0f} a second with evaluations and saves")
-        print(f"loss {loss:.4f}, at best {best[0]:.4f} in step {best[1]}", flush=True)
-    if wandb_run is not None:
-        with contextlib.suppress(Exception):
-            wandb_run.summary.update({"best_loss": best[0], "best_step": best[1], "checkpoint": str(path)})
-            wandb_run.finish()
-    return path
-
-
-def describe_run(args: Config, model: nn.Module, step: int, source: str, num_tokens: int) -> None:
-    """Print every derived size once. Rank 0 only."""
-    local = [local_part(parameter) for parameter in model.parameters()]
-    mebibytes = sum(4 * 4 * p.numel() for p in local) / 2**20  # with gradient and AdamW state
-    tokens = f"{args.global_batch_size} x {args.seq_len} = {args.global_batch_size * args.seq_len:,} tokens a step"
-    mesh = f"mesh dp {args.dp_size} x cp {args.cp_size} x tp {args.tp_size} on {local[0].device.type}"
-    size = f"{sum(p.numel() for p in model.parameters()):,} parameters, {mebibytes:,.1f} MiB a rank in training"
-    batch = f"{tokens}, in micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size} a rank"
-    begin = f"weights: {source}, step {step}{', nothing left to train' * (step >= args.num_train_steps)}"
-    print(mesh, size, batch, f"data: {num_tokens:,} tokens", begin, sep="\n", flush=True)
-
-
 # ---- 10 main ---------------------------------------------------------------------------------------------------------
 
 
-def main(argv: list[str]) -> None:
-    argv = read_flags(argv)
-    args = parse_arguments(argv)
-    output_dir = Path(args.output_dir)
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what DCP tells one process
+def run_tool(args: Config) -> None:
+    """What takes no training: a picture of what was logged, a checkpoint turned into a Transformers folder, a plan."""
+    if args.plot is not None:
+        return print(f"drawn: {draw_metrics([Path(folder) for folder in args.plot.split(',')])}", flush=True)
     if args.export_dir is not None:
+        output_dir = Path(args.output_dir)
         none = f"--export_dir needs a checkpoint, and --output_dir {output_dir} has none; --resume PATH names one"
         path, about = find_checkpoint(args.resume, output_dir, 0, args.verify_checksums) or fail(none)
         export_checkpoint(path, Path(args.export_dir), getattr(torch, args.export_dtype))
         return print(f"Transformers folder: {args.export_dir}, of {path}, step {about['step']}", flush=True)
+    config = load_config(args.model_name)
+    try:
+        dry_run(args, config)
+    except Exception as error:
+        fail(f"{config.model_type} cannot be planned without data: {first_line(error)}")
 
+
+def main(argv: list[str]) -> None:
+    """One run, from its flags to its last checkpoint. The numbers are those of the sections."""
+    argv = read_flags(argv)  # 1
+    args = parse_arguments(argv)
+    output_dir, dtype = Path(args.output_dir), getattr(torch, args.dtype)
+    sizes = {"tp": args.tp_size, "dp": args.dp_size, "cp": args.cp_size}
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what DCP tells one process
     if any(name not in ("tiny", "stdlib") and not Path(name).exists() for name in (args.model_name, args.dataset_name)):
         go_offline_without_hub()
-    if args.dry_run:
-        config = load_config(args.model_name)
-        try:
-            return dry_run(args, config)
-        except Exception as error:
-            fail(f"{config.model_type} cannot be planned without data: {first_line(error)}")
+    if args.plot is not None or args.export_dir is not None or args.dry_run:
+        return run_tool(args)
 
     # 2: process group, mesh, output directory; 8: where the run begins
     device = start_process_group(args.device, args.timeout)
-    sizes = {"tp": args.tp_size, "dp": args.dp_size, "cp": args.cp_size}
     options = {"dp_replicate": args.dp_replicate_size, "timeout_s": args.timeout}
     mesh = build_mesh(device.type, **sizes, **options) if dist.is_initialized() else None
     _lock = open_output_dir(output_dir)  # held as long as this process lives
@@ -2253,7 +2500,7 @@ def main(argv: list[str]) -> None:
     if (changed := [key for key in data if origin.get(key, data[key]) != data[key]]) and get_rank() == 0:
         print(f"the steps to come see other data than an unbroken run: {', '.join(changed)} changed", flush=True)
 
-    # 3, 5, 4: config, tokenizer, attention, and the model as it is cut, still without storage
+    # 3: config, tokenizer; 4, 5: the model as it is cut, still without storage
     config = load_config(args.model_name)
     tokenizer = load_tokenizer(args.model_name, config, args.document_mask)
     if origin.get("model_type", config.model_type) != config.model_type:
@@ -2263,9 +2510,9 @@ def main(argv: list[str]) -> None:
     check_family(config.model_type, sizes)
     options = {"activation_checkpointing": args.activation_checkpointing, "compile": args.compile}
     options |= {"seq_len": args.seq_len, "has_documents": args.document_mask}
-    model = build_model(config, mesh, device.type, getattr(torch, args.dtype), **options)
+    model = build_model(config, mesh, device.type, dtype, **options)
 
-    # 6: data; 3: weights, from a checkpoint, a folder or the seed
+    # 6: data; 3: weights, from the seed, a folder or a checkpoint; 9: the optimizer, with its state
     slow_group = host_group(timeout_s=2 * 86400)  # while one rank reads, downloads or tokenizes
     options = {"config": args.dataset_config, "split": args.dataset_split}
     tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer, slow_group, **options)
@@ -2278,38 +2525,24 @@ def main(argv: list[str]) -> None:
     if args.model_name != "tiny":
         with contextlib.suppress(OSError):  # most models have one; it goes along into each checkpoint
             model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
-
-    # 9: optimizer; 8: its state
     optimizer = build_optimizer(model, args.weight_decay)
     if kind == "checkpoint":
         load_checkpoint(Path(source), model, optimizer if path is not None else None)
 
     # 9: train, save
-    if is_main := get_rank() == 0:
-        describe_run(args, model, train_state["step"], source, len(tokens))
+    if get_rank() == 0:
         (output_dir / "flags.json").write_text(json.dumps(asdict(args), indent=1))
-    background = None
-    if args.async_save:  # with a cache from the start the stager pins its memory, which takes a GPU
-        stager = BlockingAsyncStager(cache_staged_state_dict=device.type == "cuda")
-        thread = ThreadPoolExecutor(1, initializer=torch.get_device_module(device).set_device, initargs=(device,))
-        background = thread, stager, host_group(args.timeout)
+        describe_run(args, model, len(tokens), num_sequences, held_out)
+        done = ", nothing left to train" if train_state["step"] >= args.num_train_steps else ""
+        print(f"weights: {source}, step {train_state['step']}{done}", flush=True)
+    background = start_background(device, args.timeout) if args.async_save else None
     options = {"tokenizer": tokenizer, "keep_last": args.keep_last, "background": background}
     save = functools.partial(save_checkpoint, output_dir, model, optimizer, **options)
     document_end = tokenizer.eos_token_id if args.document_mask else None
     options = {"micro_batch_size": args.micro_batch_size, "document_end": document_end, "device": device}
     shard = functools.partial(shard_batch, mesh=mesh, **options)
     path = train(model, optimizer, tokens, num_sequences, held_out, args, mesh, shard, train_state, save) or path
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    else:
-        with on_all_ranks(f"the checkpoint is {path}, but {output_dir / 'model'} cannot be written"):
-            model.save_pretrained(output_dir / "model")
-            tokenizer.save_pretrained(output_dir / "model")
-        print(f"Transformers folder: {output_dir / 'model'}", flush=True)
-    if is_main:
-        step, last = train_state["step"], args.num_train_steps
-        print(f"{'stopped by a signal, ' * (step < last)}checkpoint of step {step}: {path}", flush=True)
-        print(f"go on with: {resume_command(args, argv, last if step < last else 2 * step)}", flush=True)
+    end_run(args, argv, model, tokenizer, mesh, train_state["step"], path)
 
 
 if __name__ == "__main__":
