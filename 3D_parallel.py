@@ -452,43 +452,6 @@ def load_tokenizer(model_name: str, config: PreTrainedConfig, has_documents: boo
     return tokenizer
 
 
-def find_weights(args: Config, config: PreTrainedConfig, path: Path | None) -> tuple[str, str]:
-    """Where the weights come from, `path` if that is given, and what they are: "checkpoint", "random" or "trained".
-
-    A collective."""
-    source = str(path or args.init_from or args.model_name)
-    is_checkpoint = (Path(source) / ".metadata").is_file() and (path is not None or not args.from_scratch)
-    if path is None and is_checkpoint and (Path(source) / MANIFEST).is_file():
-        find_checkpoint(source, Path(args.output_dir), 0, args.verify_checksums)  # refuses it if it is damaged
-    if args.init_from == source and ((Path(source) / "config.json").is_file() or not is_checkpoint):
-        with on_all_ranks(f"--init_from {source} is no checkpoint, and no folder or hub id of such a model"):
-            other = transformers.AutoConfig.from_pretrained(source)
-            for key in ("model_type", "num_hidden_layers", "tie_word_embeddings"):  # these fit in silence, but wrongly
-                if (there := getattr(other, key, None)) != (here := getattr(config, key, None)):
-                    raise ValueError(f"its {key} is {there}, that of --model_name {args.model_name} {here}")
-    if is_checkpoint:
-        return source, "checkpoint"
-    return source, "random" if args.from_scratch or (source == "tiny" and args.init_from is None) else "trained"
-
-
-def find_folder(source: str, group: ProcessGroup | None) -> Path:
-    """The folder of a model's weights: itself, or where the first rank of this machine has put what the hub has."""
-    options = {"allow_patterns": ["model*.safetensors*"], "local_files_only": int(os.environ.get("LOCAL_RANK", 0)) > 0}
-    with on_all_ranks(f"the weights of {source} cannot be downloaded", group):
-        if not Path(source).is_dir() and not options["local_files_only"]:
-            snapshot_download(source, **options)
-    return Path(source) if Path(source).is_dir() else Path(snapshot_download(source, **options))
-
-
-def read_full_model(source: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """The whole trained model on the CPU in float32. Raises ValueError if the weights lack some of it."""
-    options = {"config": copy.deepcopy(config), "dtype": torch.float32, "output_loading_info": True}
-    model, info = AutoModelForCausalLM.from_pretrained(source, **options)
-    if missing := info["missing_keys"]:
-        raise ValueError(f"they lack {len(missing)} tensors, {min(missing)} among them")
-    return model.train()
-
-
 def check_family(family: str, sizes: dict[str, int]) -> None:
     """Refuse a family that tests/families.md has as different in such a mesh, warn if it is not equal there."""
     table, verdicts = Path(__file__).with_name("tests") / "families.md", []
@@ -504,6 +467,120 @@ def check_family(family: str, sizes: dict[str, int]) -> None:
     if get_rank() == 0 and max(sizes.values()) > 1 and not is_known:
         command = f"python tests/benchmarks/families.py --family {family}"
         print(f"{family} is not known to compute the same run in this mesh; to see if it does: {command}", flush=True)
+
+
+def find_weights(
+    model_name: str, config: PreTrainedConfig, *, init_from: str | None, from_scratch: bool, with_checksums: bool
+) -> tuple[str, str]:
+    """Where a new run's weights come from, and what they are: "random", "checkpoint" or "trained". A collective."""
+    source = init_from or model_name
+    if from_scratch or (source == "tiny" and not init_from):
+        return source, "random"
+    is_checkpoint = (Path(source) / ".metadata").is_file()
+    if is_checkpoint and (Path(source) / MANIFEST).is_file():
+        find_checkpoint(source, Path(source).parent, 0, with_checksums)  # refuses it if it is damaged
+    if init_from and ((Path(source) / "config.json").is_file() or not is_checkpoint):
+        with on_all_ranks(f"--init_from {source} is no checkpoint, and no folder or hub id of such a model"):
+            other = transformers.AutoConfig.from_pretrained(source)
+            for key in ("model_type", "num_hidden_layers", "tie_word_embeddings"):  # these fit in silence, but wrongly
+                if (there := getattr(other, key, None)) != (here := getattr(config, key, None)):
+                    raise ValueError(f"its {key} is {there}, that of --model_name {model_name} {here}")
+    return source, "checkpoint" if is_checkpoint else "trained"
+
+
+def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Give a cut model storage, garbage in its parameters, and the right values in buffers that no file holds."""
+    model.to_empty(device=device)  # only this rank's shards
+    model.tie_weights()  # to_empty gave each name of a tied parameter a tensor of its own
+    named = [(module, *item) for module in model.modules() for item in module.named_parameters(recurse=False)]
+    for module, name, parameter in named:  # plain ones without data, for some families write to them as to no DTensor
+        module.__dict__[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        # transformers' own mark: what bears it is not initialized again
+        module.__dict__[name]._is_hf_initialized = parameter._is_hf_initialized = True
+    model.initialize_weights()  # so this fills the buffers only, such as rotary frequencies
+    for module, name, _ in named:
+        del module.__dict__[name]
+
+
+def init_weights(model: PreTrainedModel, config: PreTrainedConfig, seed: int) -> None:
+    """Random weights as Transformers draws them in one process, the same in every mesh. A collective."""
+
+    def draw() -> PreTrainedModel:
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+
+    send_weights(model, draw, "the seed", None)
+
+
+def find_folder(source: str, group: ProcessGroup | None) -> Path:
+    """The folder of a model's weights: itself, or where the first rank of this machine has put what the hub has."""
+    options = {"allow_patterns": ["model*.safetensors*"], "local_files_only": int(os.environ.get("LOCAL_RANK", 0)) > 0}
+    with on_all_ranks(f"the weights of {source} cannot be downloaded", group):
+        if not Path(source).is_dir() and not options["local_files_only"]:
+            snapshot_download(source, **options)
+    return Path(source) if Path(source).is_dir() else Path(snapshot_download(source, **options))
+
+
+def read_safetensors(model: PreTrainedModel, folder: Path) -> bool:
+    """Read what each rank holds straight from a folder's safetensors; False if they need a conversion. A collective.
+
+    That is so where names or shapes are not the model's, or values are not plain floating-point numbers: then nothing
+    is read, and Transformers has to load the folder.
+    """
+    failed, tied, saved = f"the weights of {folder} cannot be loaded", tied_names(model), {}
+    state = {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in tied}
+    with on_all_ranks(failed):
+        expected = {"model.safetensors"}
+        if (index := folder / "model.safetensors.index.json").is_file():
+            expected = {*json.loads(index.read_text())["weight_map"].values()}
+        # not also other copies of the weights, of which the reader would take both
+        if {path.name for path in folder.glob("*.safetensors")} == expected:
+            reader = dcp.HuggingFaceStorageReader(str(folder))
+            saved = reader.read_metadata().state_dict_metadata
+    fits = {name: tensor.shape for name, tensor in state.items()} == {name: t.size for name, t in saved.items()}
+    plain = {torch.float32, torch.bfloat16, torch.float16}
+    if not all(gather_objects(fits and plain.issuperset(t.properties.dtype for t in saved.values()))):
+        return False
+    with on_all_ranks(failed):
+        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    return True
+
+
+def read_full_model(source: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """The whole trained model on the CPU in float32. Raises ValueError if the weights lack some of it."""
+    options = {"config": copy.deepcopy(config), "dtype": torch.float32, "output_loading_info": True}
+    model, info = AutoModelForCausalLM.from_pretrained(source, **options)
+    if missing := info["missing_keys"]:
+        raise ValueError(f"they lack {len(missing)} tensors, {min(missing)} among them")
+    return model.train()
+
+
+@torch.no_grad()
+def send_weights(model: nn.Module, read_weights: Callable, source: str, group: ProcessGroup | None) -> None:
+    """The general way: rank 0 reads the whole model on the CPU and sends one tensor at a time. A collective."""
+    persistent, full_tensors = model.state_dict().keys(), {}
+    targets = dict(model.named_parameters()) | {k: buffer for k, buffer in model.named_buffers() if k in persistent}
+    with on_all_ranks(f"the weights of {source} cannot be loaded", group):
+        if get_rank() == 0:
+            full_tensors = read_weights().state_dict()
+            if lacking := sorted(targets.keys() - full_tensors.keys()):
+                raise ValueError(f"they lack {lacking[0]}")
+            for alias, name in tied_names(model).items():
+                if alias in full_tensors and not torch.equal(full_tensors[alias], full_tensors[name]):
+                    raise ValueError(
+                        f"{alias} differs from {name}, but the config ties them: tie_word_embeddings false"
+                    )
+    for name, target in targets.items():
+        place = {"dtype": target.dtype, "device": target.device}
+        full = torch.empty(target.shape, **place)
+        if get_rank() == 0:
+            full = full_tensors.pop(name).to(**place).contiguous()
+        if dist.is_initialized():
+            dist.broadcast(full, src=0)
+        if isinstance(target, DTensor):
+            # src_data_rank=None: each rank cuts its own shard, nothing more is sent
+            full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+        target.copy_(full)
 
 
 # ---- 4 plans: tensor parallel, then FSDP -----------------------------------------------------------------------------
@@ -886,118 +963,6 @@ def build_model(
         # with no FSDP to cast the weights of each layer, autocast casts them for each operator
         model.forward = torch.autocast(device, dtype)(model.forward)
     return model
-
-
-def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Give a cut model storage, garbage in its parameters, and the right values in buffers that no file holds."""
-    model.to_empty(device=device)  # only this rank's shards
-    model.tie_weights()  # to_empty gave each name of a tied parameter a tensor of its own
-    named = [(module, *item) for module in model.modules() for item in module.named_parameters(recurse=False)]
-    for module, name, parameter in named:  # plain ones without data, for some families write to them as to no DTensor
-        module.__dict__[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        # transformers' own mark: what bears it is not initialized again
-        module.__dict__[name]._is_hf_initialized = parameter._is_hf_initialized = True
-    model.initialize_weights()  # so this fills the buffers only, such as rotary frequencies
-    for module, name, _ in named:
-        del module.__dict__[name]
-
-
-@torch.no_grad()
-def copy_from_rank(source: int, full: Tensor | None, target: Tensor) -> None:
-    """Copy a whole tensor, which rank `source` alone has, into what each rank holds of it. A collective."""
-    device, dtype = target.device, target.dtype
-    full = torch.empty(target.shape, dtype=dtype, device=device) if full is None else full.to(device, dtype)
-    if dist.is_initialized():
-        dist.broadcast(full.contiguous(), src=source)
-    if isinstance(target, DTensor):
-        # src_data_rank=None: each rank cuts its own shard, nothing more is sent
-        full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
-    target.copy_(full)
-
-
-def init_weights(model: PreTrainedModel, config: PreTrainedConfig, seed: int) -> None:
-    """Random weights as Transformers draws them, the same in every mesh. A collective.
-
-    One decoder layer at a time is whole, on one rank that draws it and sends it to the others; the ranks take turns.
-    """
-    rank, ranks = get_rank(), get_world_size()
-    with torch.device("meta"):
-        twin = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).train()  # never cut
-    prefixes = {module: f"{name}." if name else "" for name, module in twin.named_modules()}
-    units = [{*layer.modules()} for layer in find_decoder_layers(twin)]
-    units.append(prefixes.keys() - set().union(*units))
-    targets, is_whole = dict(model.named_parameters()), True
-    for i, unit in enumerate(units):
-        owner = i % ranks
-        if owner == rank:
-            torch.manual_seed(seed + 1_000_003 * i)
-            for module in prefixes:
-                module._is_hf_initialized = module not in unit  # transformers' own mark, as above
-            for module in unit:
-                module.to_empty(device="cpu", recurse=False)
-                for parameter in module.parameters(recurse=False):
-                    parameter.data.fill_(math.nan)
-            twin.initialize_weights()
-            is_whole &= not any(p.isnan().any() for module in unit for p in module.parameters(recurse=False))
-        for module in sorted(unit, key=prefixes.get):
-            for name, full in module.named_parameters(recurse=False):
-                if (target := targets.get(prefixes[module] + name)) is not None:  # None: the other name of a tied one
-                    copy_from_rank(owner, full if owner == rank else None, target)
-            module.to_empty(device="meta", recurse=False)
-    if not all(gather_objects(is_whole)):  # some parameters keep what their constructor gives them: the general way
-
-        def draw() -> PreTrainedModel:
-            torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
-
-        send_weights(model, draw, "the seed", None)
-
-
-def read_safetensors(model: PreTrainedModel, folder: Path) -> bool:
-    """Read what each rank holds straight from a folder's safetensors; False if they need a conversion. A collective.
-
-    That is so where names or shapes are not the model's, or values are not plain floating-point numbers: then nothing
-    is read, and Transformers has to load the folder.
-    """
-    failed, tied, saved = f"the weights of {folder} cannot be loaded", tied_names(model), {}
-    state = {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in tied}
-    with on_all_ranks(failed):
-        files = {path.name for path in folder.glob("*.safetensors")}
-        if (index := folder / "model.safetensors.index.json").is_file():
-            expected = {*json.loads(index.read_text())["weight_map"].values()}
-        else:
-            expected = {"model.safetensors"}
-        if files == expected:  # not also other copies of the weights, of which the reader would take both
-            reader = dcp.HuggingFaceStorageReader(str(folder))
-            saved = reader.read_metadata().state_dict_metadata
-    plain = (torch.float32, torch.bfloat16, torch.float16)
-    fits = {name: tuple(t.shape) for name, t in state.items()}.items() <= {
-        (name, tuple(entry.size)) for name, entry in saved.items() if entry.properties.dtype in plain
-    } and saved.keys() <= state.keys()
-    if not all(gather_objects(fits)):
-        return False
-    with on_all_ranks(failed):
-        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
-    return True
-
-
-def send_weights(model: nn.Module, read_weights: Callable, source: str, group: ProcessGroup | None) -> None:
-    """The general way: rank 0 reads the whole model on the CPU and sends one tensor at a time. A collective."""
-    full_tensors = {}
-    with on_all_ranks(f"the weights of {source} cannot be loaded", group):
-        if get_rank() == 0:
-            full_tensors = read_weights().state_dict()
-            if lacking := sorted({name for name, _ in model.named_parameters()} - full_tensors.keys()):
-                raise ValueError(f"they lack {lacking[0]}")
-            for alias, name in tied_names(model).items():
-                if alias in full_tensors and not torch.equal(full_tensors[alias], full_tensors[name]):
-                    raise ValueError(
-                        f"{alias} differs from {name}, but the config ties them: tie_word_embeddings false"
-                    )
-    persistent = model.state_dict().keys()
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
-    for name, target in (*model.named_parameters(), *buffers):
-        copy_from_rank(0, full_tensors.pop(name, None), target)
 
 
 # ---- 5 attention: sequence shards, context-parallel attention --------------------------------------------------------
@@ -1490,7 +1455,9 @@ def load_balancing_loss(router_logits: tuple[Tensor, ...], counts: Tensor, rows:
     return len(counts) * (counts / rows * probabilities / rows).sum()
 
 
-# ---- 8 checkpoint ----------------------------------------------------------------------------------------------------
+# ---- 8 checkpoint: its state, save, find, load, export ---------------------------------------------------------------
+
+MANIFEST, FORMAT = "manifest.json", 1
 
 
 def init_optimizer_state(optimizer: Optimizer) -> None:
@@ -1530,35 +1497,6 @@ class AppState(Stateful):
         set_state_dict(self.model, self.optimizers, model_state_dict=model, optim_state_dict=optim)
 
 
-MANIFEST, FORMAT = "manifest.json", 1
-
-
-def checksum(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest of a checkpoint, or None if it is missing, cut short, or not as this script writes it."""
-    kinds = {"format": int, "run": str, "step": int, "tokens": int, "saved": float, "files": dict}
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        manifest = json.loads((path / MANIFEST).read_text())
-        is_good = all(isinstance(manifest[key], kind) for key, kind in kinds.items()) and manifest["step"] >= 0
-        is_good &= re.fullmatch(r"[\w.-]+", manifest["run"]) is not None  # wandb's id, too
-        entries = [manifest["files"][".metadata"], *manifest["files"].values()]
-        return manifest if is_good and all({"size", "sha256"} <= {*entry} for entry in entries) else None
-    return None
-
-
-def list_checkpoints(output_dir: Path) -> list[tuple[Path, dict[str, Any] | None]]:
-    """All checkpoints of a directory with their manifests: unreadable ones first, then the newest to the oldest."""
-    found = [(path, read_manifest(path)) for path in output_dir.glob("checkpoint_tp*_dp*_cp*") if path.is_dir()]
-    return sorted(found, key=lambda item: item[1]["saved"] if item[1] else math.inf, reverse=True)
-
-
 def save_checkpoint(
     output_dir: Path,
     model: PreTrainedModel,
@@ -1569,23 +1507,56 @@ def save_checkpoint(
     keep_last: int,
     background: tuple[ThreadPoolExecutor, AsyncStager, ProcessGroup | None] | None = None,
 ) -> Future:
-    """Save model and optimizer to `checkpoint_tp<tp>_dp<dp>_cp<cp>`; the future gives its path. A collective.
+    """Save model and optimizer to `checkpoint_tp<tp>_dp<dp>_cp<cp>`, whole or not at all. A collective.
 
-    `about` has "tp", "dp", "cp", "run", "step", "tokens", for the manifest. With `background` (thread, stager, group)
-    it returns when the stager has copied the state to host memory, and the thread does the rest over the group. Wait
-    for the future before first: the stager reuses its memory. To save more, add a key to `state` here and in
-    `load_checkpoint`.
+    Each rank writes its shards into a hidden sibling. When all have, rank 0 adds the manifest, which is `about` ("tp",
+    "dp", "cp", "run", "step", "tokens") and the size and checksum of each file, and renames it. If anything fails, all
+    ranks end with one sentence, and older checkpoints are as they were. To save more, add a key to `state` here and in
+    `load_checkpoint`. The future gives the path.
+
+    With `background` (thread, stager, group) the call returns when the stager has copied the state to host memory, and
+    the thread does the rest over the group. Wait for the future before the next call, which takes the same memory.
     """
-    app = AppState(model, optimizer)
+    app, is_main = AppState(model, optimizer), get_rank() == 0
     # called here, not by DCP: its collectives belong to this thread, and the stager takes plain dicts
     state = {"app": app.state_dict()}
-    about = {"format": FORMAT, **about, "model_type": model.config.model_type, "tied": app.tied}
-    about |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    manifest = {"format": FORMAT, **about, "model_type": model.config.model_type, "tied": app.tied}
+    manifest |= {"torch": torch.__version__, "transformers": transformers.__version__}
     # not by save_pretrained, which refuses some configs that from_pretrained has read, after hours of training
     configs = {"config.json": model.config, "generation_config.json": model.generation_config}
     texts = {name: config.to_json_string() for name, config in configs.items() if config is not None}
     final = output_dir / "checkpoint_tp{tp}_dp{dp}_cp{cp}".format(**about)
-    write = functools.partial(write_checkpoint, final, about, texts, tokenizer, keep_last)
+    failed = f"step {about['step']} could not be saved in {output_dir}"
+
+    def write(state: dict[str, Any], group: ProcessGroup | None) -> Path:
+        for left_over in output_dir.glob(".tmp_checkpoint_*") if is_main else []:
+            shutil.rmtree(left_over, ignore_errors=True)  # of a save that was killed: no other run writes here
+        temporary = final.with_name(f".tmp_{final.name}_{gather_objects(uuid.uuid4().hex, group)[0]}")
+        try:
+            with on_all_ranks(failed, group):
+                # more than one thread can lose the exception of one, and report a save that lacks half of its tensors
+                writer = dcp.FileSystemWriter(temporary, thread_count=1)
+                # the first in this block: as a collective it ends all ranks together if one of them fails
+                meta = dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+                own = [*temporary.glob(f"__{get_rank()}_*.distcp")]
+                if is_main:
+                    add_tied_names(meta, app.tied)
+                    (temporary / ".metadata").write_bytes(pickle.dumps(meta))
+                    for name, text in texts.items():
+                        (temporary / name).write_text(text)
+                    if tokenizer is not None:
+                        tokenizer.save_pretrained(temporary)
+                    own += [file for file in temporary.rglob("*") if file.is_file() and file.suffix != ".distcp"]
+                sums = {str(f.relative_to(temporary)): {"size": f.stat().st_size, "sha256": checksum(f)} for f in own}
+            files = {name: entry for part in gather_objects(sums, group) for name, entry in part.items()}
+            with on_all_ranks(failed, group):
+                if is_main:
+                    commit_checkpoint(temporary, final, manifest | {"files": files}, keep_last)
+        finally:
+            if is_main:  # what is left of a save that fails; a good one is no longer there
+                shutil.rmtree(temporary, ignore_errors=True)
+        return final
+
     if background is None:
         done: Future = Future()
         done.set_result(write(state, None))
@@ -1604,55 +1575,22 @@ def start_background(device: torch.device, timeout_s: float) -> tuple[ThreadPool
     return thread, stager, host_group(timeout_s)
 
 
-def write_checkpoint(
-    final: Path, about: dict, texts: dict, tokenizer: Any, keep_last: int, state: dict, group: ProcessGroup | None
-) -> Path:
-    """Write a state dict to the directory `final`, atomically. A collective over `group`; returns `final`.
-
-    Each rank writes its shards into a hidden sibling; then rank 0 adds the manifest (`about`, and the size and checksum
-    of each file) and renames it into place. If anything fails, all ranks end with one sentence, and older checkpoints
-    are as they were. `texts` are small files by name, that go along.
-    """
-    is_main, failed = get_rank() == 0, f"step {about['step']} could not be saved in {final.parent}"
-    for left_over in final.parent.glob(".tmp_checkpoint_*") if is_main else []:
-        shutil.rmtree(left_over, ignore_errors=True)  # of a save that was killed: no other run writes here
-    temporary = final.with_name(f".tmp_{final.name}_{gather_objects(uuid.uuid4().hex, group)[0]}")
-    try:
-        with on_all_ranks(failed, group):
-            # more than one thread can lose the exception of one, and report a save that lacks half of its tensors
-            writer = dcp.FileSystemWriter(temporary, thread_count=1)
-            # the first in this block: as a collective it ends all ranks together if one of them fails
-            dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
-            if is_main:
-                add_tied_names(temporary, about["tied"])
-                for name, text in texts.items():
-                    (temporary / name).write_text(text)
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(temporary)
-            own, shards = {}, f"__{get_rank()}_"  # as DCP names what a rank writes; all that is no shard is rank 0's
-            for file in temporary.rglob("*"):
-                if file.is_file() and (file.name.startswith(shards) or (is_main and file.suffix != ".distcp")):
-                    own[str(file.relative_to(temporary))] = {"size": file.stat().st_size, "sha256": checksum(file)}
-        files = {name: entry for part in gather_objects(own, group) for name, entry in part.items()}
-        with on_all_ranks(failed, group):
-            if is_main:
-                commit_checkpoint(temporary, final, {**about, "files": files}, keep_last)
-    finally:
-        if is_main:  # what is left of a save that fails; a good one is no longer there
-            shutil.rmtree(temporary, ignore_errors=True)
-    return final
-
-
-def add_tied_names(path: Path, tied: dict[str, str]) -> None:
-    """Point each tied name, in `.metadata`, at the bytes of the name under which they were written. Rank 0 only."""
-    metadata = dcp.FileSystemReader(path).read_metadata()
+def add_tied_names(metadata: dcp.Metadata, tied: dict[str, str]) -> None:
+    """Point each tied name at the bytes of the name under which they were written."""
     for alias, name in tied.items():
         key, written = f"app.model.{alias}", f"app.model.{name}"
         metadata.state_dict_metadata[key] = metadata.state_dict_metadata[written]
         metadata.planner_data[key] = ("app", "model", alias)
         places = [(index, place) for index, place in metadata.storage_data.items() if index.fqn == written]
         metadata.storage_data |= {dataclasses.replace(index, fqn=key): place for index, place in places}
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any], keep_last: int) -> None:
@@ -1683,6 +1621,24 @@ def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any], ke
         hidden = path.with_name(f".tmp_{path.name}_{uuid.uuid4().hex[:8]}")
         os.rename(path, hidden)  # so that no half-removed one is ever seen under its name
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest of a checkpoint, or None if it is missing, cut short, or not as this script writes it."""
+    kinds = {"format": int, "run": str, "step": int, "tokens": int, "saved": float, "files": dict}
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        manifest = json.loads((path / MANIFEST).read_text())
+        is_good = all(isinstance(manifest[key], kind) for key, kind in kinds.items()) and manifest["step"] >= 0
+        is_good &= re.fullmatch(r"[\w.-]+", manifest["run"]) is not None  # wandb's id, too
+        entries = [manifest["files"][".metadata"], *manifest["files"].values()]
+        return manifest if is_good and all({"size", "sha256"} <= {*entry} for entry in entries) else None
+    return None
+
+
+def list_checkpoints(output_dir: Path) -> list[tuple[Path, dict[str, Any] | None]]:
+    """All checkpoints of a directory with their manifests: unreadable ones first, then the newest to the oldest."""
+    found = [(path, read_manifest(path)) for path in output_dir.glob("checkpoint_tp*_dp*_cp*") if path.is_dir()]
+    return sorted(found, key=lambda item: item[1]["saved"] if item[1] else math.inf, reverse=True)
 
 
 def check_files(path: Path, manifest: dict[str, Any] | None, with_checksums: bool) -> str | None:
@@ -1730,8 +1686,8 @@ def begin_run(resume: str, output_dir: Path, with_checksums: bool) -> tuple[Path
     """
     # after a machine came or went, torchrun may count no restart, or not the same on all; but one launcher has stayed
     starts = gather_objects((os.environ.get("LAUNCH_ID"), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))))
-    ids, launched, launch = {name for name, _ in starts if name}, output_dir / ".launch.json", {}
-    restarted = any(restarts for _, restarts in starts)
+    ids, restarted = {name for name, _ in starts if name}, any(restarts for _, restarts in starts)
+    launched, launch = output_dir / ".launch.json", {}
     if get_rank() == 0:
         with contextlib.suppress(OSError, ValueError):  # there is none, or it is cut short
             launch = json.loads(launched.read_text())
@@ -1803,17 +1759,15 @@ def read_slice(file: io.BufferedReader, start: int, entry: Any, offsets: torch.S
     """A slice of the tensor that torch.save wrote at `start` of a file: only its rows, and of these only a range."""
     part = tuple(slice(first, first + length) for first, length in zip(offsets, lengths))
     there = torch.load(entry, map_location="meta", weights_only=True)[part]  # its strides and place, no data
-    if not there.is_contiguous() and not there[0].is_contiguous():
+    runs = [there] if there.is_contiguous() else [*there]  # whole rows are one run of bytes, else each row is one
+    if not runs[0].is_contiguous():
         entry.seek(0)  # rare: read all of it, and cut
         return torch.load(entry, map_location="cpu", weights_only=True)[part]
-    # whole rows are one run of bytes, a range of columns is one run in each row
-    runs, distance = (1, 0) if there.is_contiguous() else (len(there), there.stride(0))
     data = torch.empty(there.shape, dtype=there.dtype)
-    # private: where its data begin; there is no public name for it
-    start += there.untyped_storage()._checkpoint_offset + there.storage_offset() * there.itemsize
-    for i, run in enumerate(data.view(runs, -1).view(torch.uint8).numpy()):
-        file.seek(start + i * distance * there.itemsize)
-        if file.readinto(run) != run.nbytes:
+    start += there.untyped_storage()._checkpoint_offset  # private: where its data begin; there is no public name for it
+    for run, target in zip(runs, data.view(len(runs), -1).view(torch.uint8).numpy()):
+        file.seek(start + run.storage_offset() * run.itemsize)
+        if file.readinto(target) != target.nbytes:
             raise EOFError(f"{file.name} ends too early")
     return data
 
@@ -2558,7 +2512,8 @@ def main(argv: list[str]) -> None:
     tokenizer = load_tokenizer(args.model_name, config, args.document_mask)
     if origin.get("model_type", config.model_type) != config.model_type:
         fail(f"{path} holds a {origin['model_type']}, but --model_name {args.model_name} is a {config.model_type}")
-    source, kind = find_weights(args, config, path)
+    options = {"init_from": args.init_from, "from_scratch": args.from_scratch, "with_checksums": args.verify_checksums}
+    source, kind = (str(path), "checkpoint") if path else find_weights(args.model_name, config, **options)
     check_family(config.model_type, sizes)
     options = {"activation_checkpointing": args.activation_checkpointing, "compile": args.compile}
     options |= {"seq_len": args.seq_len, "has_documents": args.document_mask}
