@@ -327,6 +327,12 @@ def get_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def log(text: str) -> None:
+    """Print on rank 0 only."""
+    if get_rank() == 0:
+        print(text, flush=True)
+
+
 def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     """The value of every rank, in the order of ranks, on every rank. A collective."""
     if not dist.is_initialized():
@@ -375,7 +381,7 @@ def open_output_dir(output_dir: Path) -> filelock.BaseFileLock:
             except filelock.Timeout:
                 raise OSError("another run is writing to it") from None
             except NotImplementedError:
-                print(f"{output_dir} is on a file system without locks: let no other run write there", flush=True)
+                log(f"{output_dir} is on a file system without locks: let no other run write there")
             probe.write_text("all machines must see this file")
     if not all(gather_objects(os.path.exists(probe))):
         fail(f"{failed}: it is not the same directory on all machines")
@@ -464,9 +470,9 @@ def check_family(family: str, sizes: dict[str, int]) -> None:
     if different := [verdict for verdict in verdicts if verdict.startswith("different")]:
         fail(f"{family} is known to compute another run in this mesh ({different[0]}); see tests/families.md")
     is_known = len(verdicts) > 0 and all(verdict.startswith("equal") for verdict in verdicts)
-    if get_rank() == 0 and max(sizes.values()) > 1 and not is_known:
+    if max(sizes.values()) > 1 and not is_known:
         command = f"python tests/benchmarks/families.py --family {family}"
-        print(f"{family} is not known to compute the same run in this mesh; to see if it does: {command}", flush=True)
+        log(f"{family} is not known to compute the same run in this mesh; to see if it does: {command}")
 
 
 def find_weights(
@@ -502,16 +508,6 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
         del module.__dict__[name]
 
 
-def init_weights(model: PreTrainedModel, config: PreTrainedConfig, seed: int) -> None:
-    """Random weights as Transformers draws them in one process, the same in every mesh. A collective."""
-
-    def draw() -> PreTrainedModel:
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
-
-    send_weights(model, draw, "the seed", None)
-
-
 def find_folder(source: str, group: ProcessGroup | None) -> Path:
     """The folder of a model's weights: itself, or where the first rank of this machine has put what the hub has."""
     options = {"allow_patterns": ["model*.safetensors*"], "local_files_only": int(os.environ.get("LOCAL_RANK", 0)) > 0}
@@ -544,6 +540,12 @@ def read_safetensors(model: PreTrainedModel, folder: Path) -> bool:
     with on_all_ranks(failed):
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     return True
+
+
+def draw_full_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """The whole model on the CPU in float32, with random weights as Transformers draws them."""
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
 
 
 def read_full_model(source: str, config: PreTrainedConfig) -> PreTrainedModel:
@@ -1611,7 +1613,7 @@ def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any], ke
         if aside.exists():  # another run, or this one, has been at that step before
             aside = aside.with_name(f"{aside.name}_{uuid.uuid4().hex[:8]}")
         if old["run"] != manifest["run"]:
-            print(f"{final} is of another run: moved to {aside.name}", flush=True)
+            log(f"{final} is of another run: moved to {aside.name}")
         os.rename(final, aside)
     os.rename(temporary, final)
     flush(final.parent)
@@ -1673,8 +1675,7 @@ def find_checkpoint(resume: str, output_dir: Path, since: float, with_checksums:
             return path, manifest
         if resume != "auto":
             fail(f"{problems[0]}; name another checkpoint, or --resume auto")
-        if get_rank() == 0:
-            print(f"skipped {path}: {problems[0]}", flush=True)
+        log(f"skipped {path}: {problems[0]}")
     return None
 
 
@@ -1701,8 +1702,8 @@ def begin_run(resume: str, output_dir: Path, with_checksums: bool) -> tuple[Path
     found = find_checkpoint("auto", output_dir, launch["since"], with_checksums) if restarted else None
     if found is None and resume != "never":
         found = find_checkpoint(resume, output_dir, 0, with_checksums)
-    if found is None and (restarted or resume != "never") and get_rank() == 0:
-        print(f"no checkpoint to go on from in {output_dir}: the run starts at step 0", flush=True)
+    if found is None and (restarted or resume != "never"):
+        log(f"no checkpoint to go on from in {output_dir}: the run starts at step 0")
     return found or (None, {"run": launch["run"], "step": 0, "tokens": 0})
 
 
@@ -2001,24 +2002,21 @@ def generate_text(
 
 
 def describe_run(args: Config, model: nn.Module, num_tokens: int, trained: int, held_out: range) -> None:
-    """Print each derived quantity once. Rank 0 only."""
+    """Print each derived quantity once."""
     local = [local_part(parameter) for parameter in model.parameters()]
     mebibytes = sum(4 * 4 * p.numel() for p in local) / 2**20  # with gradient and AdamW state
     step_tokens, dp = args.global_batch_size * args.seq_len, args.dp_size
     micro_batches = args.global_batch_size // dp // args.micro_batch_size
     epochs = args.num_train_steps * args.global_batch_size / trained
     size, flops = sum(p.numel() for p in model.parameters()), flops_per_token(model, args.seq_len)
-    print(f"mesh: dp {dp} x cp {args.cp_size} x tp {args.tp_size}, {get_world_size()} ranks on {local[0].device.type}")
-    print(f"model: {model.config.model_type}, {len(find_decoder_layers(model))} layers, {size:,} parameters, ", end="")
-    print(f"{flops:.3g} flop a token, {mebibytes:,.1f} MiB a rank in training")
-    print(f"step: {args.global_batch_size} x {args.seq_len} = {step_tokens:,} tokens, ", end="")
-    print(f"{micro_batches} micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size} a rank")
-    print(f"data: {num_tokens:,} tokens, {trained:,} sequences to train on, {len(held_out)} held out")
-    print(
-        f"run: {args.num_train_steps:,} steps, {args.num_train_steps * step_tokens:,} tokens, {epochs:.2g} epochs, ",
-        end="",
-    )
-    print(f"learning rate to {args.learning_rate:g} in {args.warmup_steps} steps, then down to 0", flush=True)
+    name = f"{model.config.model_type}, {len(find_decoder_layers(model))} layers, {size:,} parameters"
+    batch = f"{micro_batches} micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size}"
+    total = f"{args.num_train_steps * step_tokens:,} tokens, {epochs:.2g} epochs"
+    log(f"mesh: dp {dp} x cp {args.cp_size} x tp {args.tp_size}, {get_world_size()} ranks on {local[0].device.type}")
+    log(f"model: {name}, {flops:.3g} flop a token, {mebibytes:,.1f} MiB a rank in training")
+    log(f"step: {args.global_batch_size} x {args.seq_len} = {step_tokens:,} tokens; a rank has {batch}")
+    log(f"data: {num_tokens:,} tokens, {trained:,} sequences to train on, {len(held_out)} held out")
+    log(f"run: {args.num_train_steps:,} steps, {total}; lr up to {args.learning_rate:g} in {args.warmup_steps} steps")
 
 
 # what a GPU can do in bfloat16, FLOP/s without sparsity, from the makers' data sheets
@@ -2123,7 +2121,7 @@ def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path
         run.define_metric("*", step_metric="step")
         return run
     except Exception as error:
-        print(f"wandb is off: {first_line(error)}", flush=True)
+        log(f"wandb is off: {first_line(error)}")
         return None
 
 
@@ -2146,12 +2144,13 @@ def log_step(entry: dict[str, Any], metrics: TextIO, wandb_run: Any) -> None:
 
 
 def print_summary(summary: dict[str, Any]) -> None:
-    """What this process has trained. Rank 0 only."""
-    more = f", MFU {summary['mfu']:.1%}" if "mfu" in summary else ""
+    """What this process has trained."""
+    used = f", MFU {summary['mfu']:.1%}" if "mfu" in summary else ""
+    # of a CPU process the kernel knows it, in KiB
     gib = summary.get("peak_memory_gib") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print("{tokens:,} tokens in {seconds:,.0f} s with evaluations and saves, ".format(**summary), end="")
-    print(f"{summary['tokens_per_second']:,.0f} a second{more}, peak memory of rank 0 {gib:.2f} GiB")
-    print("loss {final_loss:.4f}, at best {best_loss:.4f} in step {best_step}".format(**summary), flush=True)
+    spent = "{tokens:,} tokens in {seconds:,.0f} s with evaluations and saves, {tokens_per_second:,.0f} a second"
+    log(f"{spent.format(**summary)}{used}, peak memory of rank 0 {gib:.2f} GiB")
+    log("loss {final_loss:.4f}, at best {best_loss:.4f} in step {best_step}".format(**summary))
 
 
 def resume_command(args: Config, argv: list[str], num_train_steps: int) -> str:
@@ -2258,8 +2257,7 @@ def train(
         seconds, trained = time.perf_counter() - begun, (train_state["step"] - first_step + 1) * step_tokens
         summary |= {"final_loss": loss, "best_loss": best[0], "best_step": best[1], "tokens": trained}
         summary |= {"seconds": seconds, **measure_speed(trained, seconds, flops, device)}
-        if is_main:
-            print_summary(summary)
+        print_summary(summary)
     if wandb_run is not None:
         finish_wandb(wandb_run, summary, path if is_main and args.wandb_artifact else None)
     return path
@@ -2274,23 +2272,21 @@ def end_run(
     step: int,
     path: Path | None,
 ) -> None:
-    """Show what the tiny model has learned, leave the process group, and say how to go on. A collective."""
-    is_main, text, last = get_rank() == 0, None, args.num_train_steps
-    if args.model_name == "tiny" and step >= max(100, last):  # before, it writes noise
+    """Show what the tiny model has learned, say how to go on, and leave the process group. A collective."""
+    last, finished = args.num_train_steps, step >= args.num_train_steps
+    if args.model_name == "tiny" and finished and step >= 100:  # before, it writes noise
         text = generate_text(model, tokenizer, mesh, prompt="def ", num_tokens=200, seq_len=args.seq_len)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    else:
+        log(f"---- what it writes now\n{text}\n----")
+    if not dist.is_initialized():
         folder = Path(args.output_dir) / "model"
         with on_all_ranks(f"the checkpoint is {path}, but {folder} cannot be written"):
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        print(f"Transformers folder: {folder}", flush=True)
-    if is_main:
-        if text is not None:
-            print(f"---- what it writes now\n{text}\n----")
-        print(f"{'stopped by a signal, ' * (step < last)}checkpoint of step {step}: {path}")
-        print(f"go on with: {resume_command(args, argv, last if step < last else 2 * step)}", flush=True)
+        log(f"Transformers folder: {folder}")
+    log(f"{'' if finished else 'stopped by a signal, '}checkpoint of step {step}: {path}")
+    log(f"go on with: {resume_command(args, argv, 2 * step if finished else last)}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 # tools without a run: a picture of what was logged, and a plan
@@ -2504,8 +2500,8 @@ def main(argv: list[str]) -> None:
     data_flags = "dataset_name dataset_config dataset_split seq_len global_batch_size document_mask seed".split()
     data = {key: getattr(args, key) for key in data_flags}
     train_state = {**sizes, **data, **{key: origin[key] for key in ("run", "step", "tokens")}}
-    if (changed := [key for key in data if origin.get(key, data[key]) != data[key]]) and get_rank() == 0:
-        print(f"the steps to come see other data than an unbroken run: {', '.join(changed)} changed", flush=True)
+    if changed := [key for key in data if origin.get(key, data[key]) != data[key]]:
+        log(f"the steps to come see other data than an unbroken run: {', '.join(changed)} changed")
 
     # 3: config, tokenizer; 4, 5: the model as it is cut, still without storage
     config = load_config(args.model_name)
@@ -2526,7 +2522,7 @@ def main(argv: list[str]) -> None:
     num_sequences, held_out = split_data(args.dataset_name, len(tokens), args.seq_len, args.eval_every > 0)
     fill_buffers(model, device)
     if kind == "random":
-        init_weights(model, config, args.seed)
+        send_weights(model, functools.partial(draw_full_model, config, args.seed), "the seed", slow_group)
     elif kind == "trained" and not read_safetensors(model, find_folder(source, slow_group)):
         send_weights(model, functools.partial(read_full_model, source, config), source, slow_group)
     if args.model_name != "tiny":
@@ -2539,9 +2535,9 @@ def main(argv: list[str]) -> None:
     # 9: train, save
     if get_rank() == 0:
         (output_dir / "flags.json").write_text(json.dumps(asdict(args), indent=1))
-        describe_run(args, model, len(tokens), num_sequences, held_out)
-        done = ", nothing left to train" if train_state["step"] >= args.num_train_steps else ""
-        print(f"weights: {source}, step {train_state['step']}{done}", flush=True)
+    describe_run(args, model, len(tokens), num_sequences, held_out)
+    done = ", nothing left to train" if train_state["step"] >= args.num_train_steps else ""
+    log(f"weights: {source}, step {train_state['step']}{done}")
     background = start_background(device, args.timeout) if args.async_save else None
     options = {"tokenizer": tokenizer, "keep_last": args.keep_last, "background": background}
     save = functools.partial(save_checkpoint, output_dir, model, optimizer, **options)

@@ -36,7 +36,8 @@ def full_state(model):
 
 def draw(config, sizes, seed):
     model = build(config, sizes)
-    load_script().init_weights(model, config, seed)
+    script = load_script()
+    script.send_weights(model, lambda: script.draw_full_model(config, seed), "the seed", None)
     return full_state(model)
 
 
