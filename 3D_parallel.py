@@ -537,7 +537,7 @@ def plan_block(block: nn.Module, own_plan: dict[nn.Module, str], hidden_size: in
             # but the first half of latent attention (deepseek_v3) and a router (qwen2_moe) do the same on all ranks
             is_unknown = "_a_proj" not in name and not (has_experts and leaf.out_features != hidden_size)
         else:  # the block's own: diffllama; but one number for each head is cut as the heads are: gpt_oss
-            is_unknown = leaf is block and shapes != {(num_heads,)}
+            is_unknown = leaf is block and not has_experts and shapes != {(num_heads,)}
         is_last = (hidden_size,) in shapes and (has_experts or len(terms) > 1)  # a norm of the sum: axk1
         if is_unknown or is_last:
             return {}
