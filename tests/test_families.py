@@ -8,7 +8,6 @@ import itertools
 import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -246,7 +245,7 @@ def test_flex_attention_sees_what_eager_attention_sees(script, monkeypatch):
     for can_see, positions, (first, begin, end) in itertools.product(masks, [None, documents], ranges):
         tensors, outputs = (query[:, :, begin:end], key[:, :, first:end], value[:, :, first:end]), []
         for forward, dtype in ((flex, None), (modeling_gemma2.eager_attention_forward, torch.float32)):
-            mask = script.build_mask(can_see, positions, (begin, end), (first, end), CPU, dtype)
+            mask = script.build_mask(can_see, positions, range(begin, end), range(first, end), CPU, dtype)
             outputs.append(forward(module, *tensors, mask, scaling=0.5, softcap=1.5)[0])
         error, where = (
             relative(*outputs),
@@ -260,10 +259,10 @@ TOKENS = torch.randint(0, VOCABULARY, (6 * S + 1,), generator=torch.Generator().
 
 def evaluate_on_mesh(names, sizes):
     """Runs on each rank: the evaluation loss of each family over six sequences in batches of four."""
-    script, args, losses = load_script(), SimpleNamespace(global_batch_size=4, seq_len=S), []
+    script, losses = load_script(), []
     for model, mesh in (build(make_config(family), sizes) for family in names):
         shard = functools.partial(script.shard_batch, mesh=mesh, micro_batch_size=2, device=CPU)
-        losses.append(script.evaluate(model, TOKENS.numpy(), range(6), args, shard, mesh))
+        losses.append(script.evaluate(model, TOKENS.numpy(), range(6), S, 4, shard, mesh))
     return losses
 
 

@@ -47,23 +47,13 @@ def test_drawn_weights_are_those_of_transformers_in_every_mesh(pool, family):
         config = GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=509, n_positions=64)
     else:
         config = families.shrink(type(families.AutoConfig.for_model(family)), num_hidden_layers=3)
-    torch.manual_seed(0)
+    torch.manual_seed(3)
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()
-    one = draw(config, (1, 1, 1), seed=3)
-    assert one.keys() == plain.keys()
-    for name, tensor in plain.items():
-        assert one[name].std(correction=0).item() == pytest.approx(tensor.std(correction=0).item(), rel=0.2, abs=1e-8)
-        assert one[name].mean().item() == pytest.approx(
-            tensor.mean().item(), abs=0.02 + tensor.std(correction=0).item() / 10
-        )
-    layers = [tensor for name, tensor in one.items() if tensor.ndim == 2 and tensor.shape == (64, 64)]
-    assert all(not torch.equal(a, b) for i, a in enumerate(layers) for b in layers[:i]), "two layers are alike"
-    for sizes in MESHES[1:]:
-        drawn = pool.run(math.prod(sizes), draw, config, sizes if family != "gpt2" else (2, 1, 1), 3)[0]
-        assert all(torch.equal(drawn[name], tensor) for name, tensor in one.items()), (family, sizes)
-        if family == "gpt2":
-            break
-    assert not torch.equal(draw(config, (1, 1, 1), seed=4)["lm_head.weight"], one["lm_head.weight"])
+    for sizes in MESHES if family != "gpt2" else [(1, 1, 1), (2, 1, 1)]:
+        drawn = pool.run(math.prod(sizes), draw, config, sizes, 3)[0]
+        assert drawn.keys() == plain.keys()
+        assert all(torch.equal(drawn[name], tensor) for name, tensor in plain.items()), (family, sizes)
+    assert not torch.equal(draw(config, (1, 1, 1), seed=4)["lm_head.weight"], plain["lm_head.weight"])
 
 
 def read(config, sizes, folder):
