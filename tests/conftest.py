@@ -62,6 +62,11 @@ class Mesh(NamedTuple):
     def __str__(self):
         return f"dp{self.dp}-cp{self.cp}-tp{self.tp}"
 
+    @property
+    def column(self):
+        """Its name in tables, where the sizes have the order of a checkpoint's name."""
+        return f"{self.tp},{self.dp},{self.cp}"
+
 
 ONE, DP, CP, TP, ALL = Mesh(), Mesh(dp=2), Mesh(cp=2), Mesh(tp=2), Mesh(2, 2, 2)
 MESHES = [  # all that there are of 1, 2, 4 and 8 ranks
@@ -123,9 +128,9 @@ def make_batches(steps, vocab, batch=8, seq_len=32, seed=1):
 
 
 def shard_model(source, sizes, dtype=torch.float32, dp_replicate=1, **options):
-    """Put a plain model's weights on the mesh dp x cp x tp, as the script does. Returns model and mesh."""
-    script, (dp, cp, tp) = load_script(), sizes
-    mesh = script.build_mesh("cpu", dp=dp, cp=cp, tp=tp, dp_replicate=dp_replicate)
+    """Put a plain model's weights on a mesh, as the script does. Returns model and mesh."""
+    script = load_script()
+    mesh = script.build_mesh("cpu", **sizes._asdict(), dp_replicate=dp_replicate)
     model = script.build_model(source.config, mesh, "cpu", dtype, **{"seq_len": 32, **options})
     script.fill_buffers(model, torch.device("cpu"))
     script.send_weights(model, lambda: source, "the test", None)
@@ -133,9 +138,8 @@ def shard_model(source, sizes, dtype=torch.float32, dp_replicate=1, **options):
 
 
 def save(folder, model, optimizer, sizes, step, run="r", keep_last=100, background=None):
-    """Save as the script does in the mesh `sizes` (dp, cp, tp); returns the Future of the path."""
-    dp, cp, tp = sizes
-    about = {"tp": tp, "dp": dp, "cp": cp, "run": run, "step": step, "tokens": 0}
+    """Save as the script does in such a mesh; returns the Future of the path."""
+    about = sizes._asdict() | {"run": run, "step": step, "tokens": 0}
     options = {"about": about, "tokenizer": None, "keep_last": keep_last, "background": background}
     return load_script().save_checkpoint(Path(folder), model, optimizer, **options)
 
@@ -169,7 +173,8 @@ def relative(a, b):
 
 def assert_close(actual, expected, tolerance, what):
     """Fails with what it is, where, and how far off: a rank's asserts are not rewritten, and print nothing else."""
-    assert len(actual) == len(expected), f"{what}: {len(actual)} values instead of {len(expected)}"
+    shapes = [tuple(torch.as_tensor(values).shape) for values in (actual, expected)]
+    assert shapes[0] == shapes[1], f"{what}: shape {shapes[0]} instead of {shapes[1]}"
     error = relative(actual, expected)
     numbers = "" if isinstance(actual, torch.Tensor) else f": {actual} instead of {expected}"
     assert error < tolerance, f"{what}: off by {error:.1e} relative, allowed is {tolerance:.0e}{numbers}"

@@ -1,4 +1,4 @@
-"""What the README says is so: its commands, its flags, and its lines of Python."""
+"""What the READMEs say is so: commands, flags, files, and lines of Python."""
 
 import dataclasses
 import re
@@ -10,7 +10,7 @@ import torch
 from conftest import ALL, ROOT, differing, make_config, make_model, save
 
 
-README = (ROOT / "README.md").read_text()
+README, OF_TESTS = (ROOT / "README.md").read_text(), (ROOT / "tests" / "README.md").read_text()
 FENCES = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
 
 
@@ -29,9 +29,19 @@ def test_every_flag_exists(script):
     assert used and {word.removeprefix("--") for word in used} <= flags | {"nodes", "gpus-per-node"}  # sbatch's
 
 
-def test_every_file_exists():
-    for name in re.findall(r"`(tests/[\w/]+\.py)`", README):
-        assert (ROOT / name).exists(), name
+@pytest.mark.parametrize("text", [README, OF_TESTS], ids=["README.md", "tests/README.md"])
+def test_every_file_exists(text):
+    names = set(re.findall(r"\btests/[\w/]+\.(?:py|md)\b", text))
+    missing = [name for name in sorted(names) if not (ROOT / name).exists()]
+    assert names and not missing, missing
+
+
+def test_every_file_of_tests_has_its_line():
+    files = {f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")}
+    lines = set(re.findall(r"^\| `(tests/\w+\.py)` \|", OF_TESTS, re.MULTILINE))
+    assert lines == files, lines ^ files
+    benchmarks = [path.name for path in (ROOT / "tests" / "benchmarks").glob("*.py") if path.name not in OF_TESTS]
+    assert not benchmarks, benchmarks
 
 
 def run_the_loading_snippet(folder):
