@@ -27,6 +27,7 @@ import math
 import os
 import pickle
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -65,16 +66,21 @@ def flag(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-@dataclass
-class Config:
-    """Every flag of the script; each default works."""
+# `_argument_group_name` is what HfArgumentParser prints over a dataclass's flags
 
-    # model
+
+@dataclass
+class ModelFlags:
+    _argument_group_name = "model"
     model_name: str = flag("tiny", "'tiny', a hub id, or a folder with config.json and weights")
     from_scratch: bool = flag(False, "random weights from the model's config instead of its trained ones")
     init_from: str | None = flag(None, "start from these weights: a checkpoint of any mesh, or a Transformers folder")
     dtype: Literal["float32", "bfloat16"] = flag("float32", "compute in this; parameters and optimizer stay float32")
-    # data, mesh
+
+
+@dataclass
+class DataFlags:
+    _argument_group_name = "data"
     dataset_name: str = flag(
         "stdlib", "'stdlib' (Python's own source), a hub id, or .txt/.jsonl/.parquet/.csv, or a folder"
     )
@@ -83,23 +89,41 @@ class Config:
     text_column: str = flag("text", "the column that holds the text")
     seq_len: int = flag(256, "tokens in a sequence; divides by 2 * cp, and a shard of it by tp")
     document_mask: bool = flag(False, "attention stays within each document, and positions begin anew in it")
-    tp_size: int | None = flag(None, "tensor-parallel ranks; default: $TP_SIZE, or 1")
-    dp_size: int | None = flag(None, "data-parallel ranks; default: $DP_SIZE, or what tp and cp leave")
-    cp_size: int | None = flag(None, "context-parallel ranks; default: $CP_SIZE, or 1")
+
+
+@dataclass
+class MeshFlags:
+    _argument_group_name = "mesh, memory and speed"
+    tp_size: int | None = flag(None, "tensor-parallel ranks; $TP_SIZE sets the default")
+    dp_size: int | None = flag(None, "data-parallel ranks; $DP_SIZE sets the default; None: what tp and cp leave")
+    cp_size: int | None = flag(None, "context-parallel ranks; $CP_SIZE sets the default")
     dp_replicate_size: int = flag(1, "of the dp ranks, groups that each hold a whole copy of the model (HSDP)")
-    # training
-    global_batch_size: int | None = flag(None, "sequences in a step, over all ranks; default: 8, or what dp divides")
-    micro_batch_size: int | None = flag(None, "sequences in one forward of one rank; default: all of its share")
+    activation_checkpointing: Literal["none", "selective", "full"] = flag("none", "what of each layer to compute twice")
+    compile: bool = flag(False, "compile each decoder layer")
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: CUDA where there is a GPU")
+    timeout: int = flag(600, "seconds after which a collective that some rank does not join ends the run")
+    dry_run: bool = flag(False, "only print what a rank of this mesh would need; takes one process, and no GPU")
+    world_size: int = flag(1, "with --dry_run: the number of ranks to plan for")
+    device_memory: float = flag(80.0, "with --dry_run: the GiB of a GPU")
+
+
+@dataclass
+class TrainingFlags:
+    _argument_group_name = "training"
+    global_batch_size: int | None = flag(None, "sequences in a step, over all ranks; None: 8, or what dp divides")
+    micro_batch_size: int | None = flag(None, "sequences in one forward of one rank; None: all of its share")
     num_train_steps: int = flag(300, "steps of the whole run, resumed parts included")
-    learning_rate: float | None = flag(None, "peak learning rate, also on resume; default: 4e-3 for tiny, else 5e-5")
+    learning_rate: float | None = flag(None, "peak learning rate, also on resume; None: 4e-3 for tiny, else 5e-5")
     weight_decay: float = flag(0.1, "AdamW weight decay, on matrices only; on resume the flag holds")
     warmup_steps: int = flag(20, "steps of linear warm-up; a cosine to zero follows")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm")
-    activation_checkpointing: Literal["none", "selective", "full"] = flag("none", "what of each layer to compute twice")
-    compile: bool = flag(False, "compile each decoder layer")
     seed: int = flag(0, "seed of the initial weights, of the order of the data and of dropout")
     eval_every: int = flag(0, "evaluate on held-out data (1 %%, at most 256 sequences) every so many steps; 0: never")
-    # files, machine
+
+
+@dataclass
+class CheckpointFlags:
+    _argument_group_name = "checkpoints"
     output_dir: str = flag("output", "checkpoints and metrics.jsonl go here; one directory that all machines see")
     save_every: int = flag(0, "save a checkpoint every so many steps; 0: only at the end")
     keep_last: int = flag(2, "how many checkpoints of this run to keep")
@@ -108,13 +132,23 @@ class Config:
     export_dir: str | None = flag(None, "turn the checkpoint that --resume names into a Transformers folder, and end")
     export_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", "the dtype of that folder's weights")
     verify_checksums: bool = flag(True, "on resume, compare the checksum of each file; sizes are always compared")
-    wandb_mode: Literal["auto", "online", "offline", "disabled"] = flag("auto", "auto: online where there is a key")
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: CUDA where there is a GPU")
-    timeout: int = flag(600, "seconds after which a collective that some rank does not join ends the run")
+
+
+@dataclass
+class LogFlags:
+    _argument_group_name = "logs"
+    plot: str | None = flag(None, "only draw the metrics of this output directory, or of several: DIR1,DIR2")
     profile: bool = flag(False, "write a trace, and on CUDA a memory snapshot, of steps 3 to 5 to output_dir/profile")
-    dry_run: bool = flag(False, "only print what a rank of this mesh would need; takes one process, and no GPU")
-    world_size: int = flag(1, "with --dry_run: the number of ranks to plan for")
-    device_memory: float = flag(80.0, "with --dry_run: the GiB of a GPU")
+    wandb_mode: Literal["auto", "online", "offline", "disabled"] = flag("auto", "auto: online where there is a key")
+    wandb_all_ranks: bool = flag(
+        False, "a wandb run for each rank, in one group, for the system metrics of its machine"
+    )
+    wandb_artifact: bool = flag(False, "upload the last checkpoint to wandb as an artifact")
+
+
+@dataclass
+class Config(ModelFlags, DataFlags, MeshFlags, TrainingFlags, CheckpointFlags, LogFlags):
+    """Every flag of the script; each default works."""
 
 
 def fail(sentence: str) -> NoReturn:
@@ -143,7 +177,8 @@ def parse_arguments(argv: list[str]) -> Config:
     A JSON file of flags as the only argument does as well; each run leaves one, flags.json, in its output_dir.
     """
     argv = read_flags(argv)
-    parser = HfArgumentParser(Config, description=__doc__.split("\n")[0], allow_abbrev=False)
+    usage = {"usage": "3D_parallel.py [flags]", "description": __doc__.split("\n")[0], "allow_abbrev": False}
+    parser = HfArgumentParser(Config.__mro__[1:-1], **usage)
     parser.error, env = fail, os.environ.get
     parser.set_defaults(tp_size=env("TP_SIZE") or 1, dp_size=env("DP_SIZE") or None, cp_size=env("CP_SIZE") or 1)
     args = Config(**vars(parser.parse_args(argv)))
@@ -165,6 +200,8 @@ def parse_arguments(argv: list[str]) -> Config:
     if args.world_size > 1 and not args.dry_run:
         fail(f"--world_size {args.world_size} is for --dry_run; a launcher such as torchrun sets the number of ranks")
     world_size = args.world_size if args.dry_run else world_size
+    if args.plot:
+        return args
     if args.export_dir is not None:
         folder = Path(args.export_dir)
         if world_size > 1 or args.resume == "never":
@@ -1400,14 +1437,19 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
     model.forward = forward
 
 
-def forward_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The sum of the loss over a micro-batch of `shard_batch`, and the logits of routers; see `apply_chunked_loss`."""
-    inputs = {"input_ids": batch["input_ids"], "shifted_labels": batch["labels"], "use_cache": False}
+def model_inputs(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """What the model's forward takes of a micro-batch of `shard_batch`."""
+    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
     if model.attention_function is not None:  # else it counts positions in its own way
         # a mask of ones, or Transformers takes a shard's positions for those of packed documents
         inputs |= {"position_ids": batch["position_ids"], "attention_mask": torch.ones_like(batch["input_ids"])}
         model.attention_function.positions = batch.get("document_positions")
-    return model(**inputs)
+    return inputs
+
+
+def forward_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The sum of the loss over a micro-batch of `shard_batch`, and the logits of routers; see `apply_chunked_loss`."""
+    return model(**model_inputs(model, batch), shifted_labels=batch["labels"])
 
 
 @torch.no_grad()
@@ -1972,14 +2014,20 @@ def check_first_step(model: PreTrainedModel, mesh: DeviceMesh | None) -> None:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, tokens: np.ndarray, held_out: range, args: Config, shard: Callable, mesh: DeviceMesh | None
+    model: nn.Module,
+    tokens: np.ndarray,
+    held_out: range,
+    seq_len: int,
+    batch_size: int,
+    shard: Callable,
+    mesh: DeviceMesh | None,
 ) -> float:
     """The mean cross entropy over all labels of the held-out sequences, the same on all ranks and in all meshes."""
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)  # loss, labels
-    for start in range(0, len(held_out), args.global_batch_size):
-        indices = [held_out[min(start + i, len(held_out) - 1)] for i in range(args.global_batch_size)]
-        inputs, labels = read_sequences(tokens, indices, args.seq_len)
+    for start in range(0, len(held_out), batch_size):
+        indices = [held_out[min(start + i, len(held_out) - 1)] for i in range(batch_size)]
+        inputs, labels = read_sequences(tokens, indices, seq_len)
         labels[len(held_out) - start :] = -100  # the last batch is filled up with rows that have no labels
         for batch in shard(inputs, labels):
             totals += torch.stack([forward_loss(model, batch)[0].double(), (batch["labels"] != -100).sum().double()])
@@ -1987,6 +2035,46 @@ def evaluate(
         dist.all_reduce(totals)
     model.train()
     return (totals[0] / totals[1]).item()
+
+
+@torch.no_grad()
+def generate_text(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: DeviceMesh | None,
+    *,
+    prompt: str,
+    num_tokens: int,
+    seq_len: int,
+    temperature: float = 0.7,
+    seed: int = 0,
+) -> str:
+    """Continue a prompt in the mesh itself, the same in every mesh. A collective.
+
+    Each rank scores the tokens whose logits it has, and the highest score of all is taken: logits over temperature plus
+    Gumbel noise, whose maximum is a sample of the softmax (arXiv 1611.01144, section 2). There is no cache: a token
+    takes a forward over all of `seq_len`.
+    """
+    model.eval()
+    device, vocab_size = next(model.parameters()).device, model.config.get_text_config().vocab_size
+    dp, tp, tp_rank = (mesh["dp"].size(), mesh["tp"].size(), mesh.get_local_rank("tp")) if mesh else (1, 1, 0)
+    first = tp_rank * rows_of_rank(vocab_size, tp)  # of the tokens whose logits this rank has
+    ids, random = tokenizer(prompt)["input_ids"], torch.Generator().manual_seed(seed)
+    for place in range(len(ids) - 1, min(len(ids) + num_tokens, seq_len) - 1):
+        row = torch.tensor(ids + [0] * (seq_len - len(ids)))  # no token sees those after it
+        rows = row.expand(dp, -1)  # all of dp do the same
+        [batch] = shard_batch(rows, rows, mesh, 1, device)
+        logits = model(**model_inputs(model, batch)).logits[0]  # (S/cp, V/tp)
+        noise = -torch.empty(vocab_size).exponential_(generator=random).log()
+        noise[len(tokenizer) :] = -math.inf  # rows that only fill up the vocabulary
+        best = -math.inf, 0
+        if (here := batch["position_ids"][0] == place).any():  # on the cp rank that has this token
+            scores = logits[here][0].float().cpu() / temperature
+            scores += noise[first : first + len(scores)]
+            best = scores.max().item(), first + scores.argmax().item()
+        ids.append(max(gather_objects(best))[1])
+    model.train()
+    return tokenizer.decode(ids)
 
 
 def open_metrics(output_dir: Path, run: str) -> Any:
@@ -2002,21 +2090,111 @@ def open_metrics(output_dir: Path, run: str) -> Any:
 
 
 def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path) -> Any:
-    """Start or go on with a wandb run, or return None. It never raises and never asks. Rank 0 only, no collective."""
+    """Start or go on with a wandb run, or return None. It never raises, never asks, and is no collective.
+
+    Ranks but the first, for their system metrics, have runs of their own in the same group. wandb's own variables,
+    WANDB_PROJECT, WANDB_NAME, WANDB_RUN_GROUP and so on, win.
+    """
     mode = (os.environ.get("WANDB_MODE") or mode) if mode == "auto" else mode
     if mode == "disabled":
         return None
+    rank = f"-rank{get_rank()}" if get_rank() > 0 else ""
+    name = f"{output_dir.resolve().name} {run_id}"
+    defaults = {"WANDB_PROJECT": "3D_parallel", "WANDB_NAME": name, "WANDB_RUN_GROUP": name}
+    config |= {package: version(package) for package in ("torch", "transformers")}
     try:
         import wandb  # 3 s, and only here
 
         mode = ("online" if wandb.login(prompt=False, verify=False) else "offline") if mode == "auto" else mode
-        config |= {name: version(name) for name in ("torch", "transformers")}
-        options = {"id": run_id, "resume": "allow", "mode": mode, "dir": str(output_dir), "config": config}
+        project, name, group = (os.environ.get(variable) or value for variable, value in defaults.items())
         settings = wandb.Settings(init_timeout=60, silent=True, save_code=True)  # the script and its git commit
-        return wandb.init(project="3D_parallel", name=f"{output_dir.name} {run_id}", settings=settings, **options)
+        where = {"project": project, "name": name + rank, "group": group, "id": run_id + rank, "dir": str(output_dir)}
+        run = wandb.init(**where, mode=mode, resume="allow", config=config, allow_val_change=True, settings=settings)
+        # by our steps and not wandb's, which go up only: after a crash some steps are logged once more
+        run.define_metric("*", step_metric="step")
+        return run
     except Exception as error:
         print(f"wandb is off: {first_line(error)}", flush=True)
         return None
+
+
+def finish_wandb(run: Any, summary: dict[str, Any], artifact: Path | None) -> None:
+    """End a run of wandb with this summary, and with a checkpoint as its artifact, if one is given."""
+    with contextlib.suppress(Exception):  # a failing wandb never stops a run
+        run.summary.update(summary)
+        if artifact is not None:
+            run.log_artifact(str(artifact), name=f"checkpoint-{run.id}", type="model")
+        run.finish()
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """What this process has trained. Rank 0 only."""
+    more = f", MFU {summary['mfu']:.1%}" if "mfu" in summary else ""
+    gib = summary.get("peak_memory_gib") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print("{tokens:,} tokens in {seconds:,.0f} s with evaluations and saves, ".format(**summary), end="")
+    print(f"{summary['tokens_per_second']:,.0f} a second{more}, peak memory of rank 0 {gib:.2f} GiB")
+    print("loss {final_loss:.4f}, at best {best_loss:.4f} in step {best_step}".format(**summary), flush=True)
+
+
+def read_runs(path: Path) -> tuple[dict[int, dict], dict[int, str]]:
+    """The rows of a metrics.jsonl by step, the last of each; and the steps where a process went on from a checkpoint,
+    each with the name of its mesh where that is another one."""
+    rows: dict[int, dict] = {}
+    resumed: dict[int, str] = {}
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):  # a line that a full disk has cut
+            row = json.loads(line)
+            step, last = row["step"], rows[max(rows)] if rows else None
+            if last is not None and step == row["first_step"]:  # what came after it is done again
+                rows = {old: rows[old] for old in rows if old < step}
+                resumed = {old: resumed[old] for old in resumed if old < step}
+                resumed[step] = row["mesh"] if row["mesh"] != last["mesh"] else ""
+            rows[step] = row
+    return rows, resumed
+
+
+def draw_metrics(folders: list[Path]) -> Path:
+    """Draw loss, gradient norm, learning rate and tokens/s of one or several runs to metrics.svg in the first folder.
+
+    A dotted line is where a process went on from a checkpoint, with the mesh where that is another one.
+    """
+    try:
+        from matplotlib.figure import Figure  # an extra, which only this needs
+    except ImportError:
+        fail("--plot needs a package that is not there: pip install matplotlib")
+    titles = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "tokens_per_second": "tokens/s"}
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    panels = dict(zip(titles, figure.subplots(2, 2, sharex=True).flat))
+    loss = panels["loss"]
+    colors = itertools.cycle(["#0072b2", "#d55e00", "#009e73", "#cc79a7"])  # which colour-blind people can tell apart
+    for folder, color in zip(folders, colors):
+        try:
+            rows, resumed = read_runs(folder / "metrics.jsonl")
+        except OSError as error:
+            fail(f"--plot {folder} has no metrics.jsonl that can be read ({error.strerror})")
+        first = rows[min(rows)] if rows else fail(f"--plot {folder} has a metrics.jsonl without steps")
+        for key, panel in panels.items():
+            panel.plot([*rows], [row[key] for row in rows.values()], color=color, linewidth=1)
+            for step in resumed:
+                panel.axvline(step, color=color, linestyle=":", linewidth=1)
+        held_out = {step: row["eval_loss"] for step, row in rows.items() if "eval_loss" in row}
+        name = f"{folder.resolve().name}, {first['mesh']}{'; points: held out' if held_out else ''}"
+        loss.plot([*held_out], [*held_out.values()], "o", color="white", markeredgecolor=color, markersize=5)
+        loss.plot([], [], color=color, label=name)
+        for step, mesh in resumed.items():
+            where = {"xy": (step, 0.98), "xycoords": ("data", "axes fraction"), "va": "top", "ha": "right"}
+            loss.annotate(mesh, **where, rotation=90, fontsize=8, color=color)
+    for key, panel in panels.items():
+        panel.set_title(titles[key], loc="left")
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    for key in ("lr", "tokens_per_second"):
+        panels[key].set_xlabel("step")
+        panels[key].set_ylim(bottom=0)
+    loss.legend(frameon=False)
+    path = folders[0] / "metrics.svg"
+    figure.savefig(path)
+    return path
 
 
 class Meter(TorchDispatchMode):
@@ -2152,6 +2330,27 @@ def resume_command(args: Config, argv: list[str], num_train_steps: int) -> str:
     return f"{launcher}{kept} --resume auto --num_train_steps {num_train_steps}"
 
 
+def describe_run(args: Config, model: nn.Module, num_tokens: int, trained: int, held_out: range) -> None:
+    """Print each derived quantity once. Rank 0 only."""
+    local = [local_part(parameter) for parameter in model.parameters()]
+    mebibytes = sum(4 * 4 * p.numel() for p in local) / 2**20  # with gradient and AdamW state
+    step_tokens, dp = args.global_batch_size * args.seq_len, args.dp_size
+    micro_batches = args.global_batch_size // dp // args.micro_batch_size
+    epochs = args.num_train_steps * args.global_batch_size / trained
+    size, flops = sum(p.numel() for p in model.parameters()), flops_per_token(model, args.seq_len)
+    print(f"mesh: dp {dp} x cp {args.cp_size} x tp {args.tp_size}, {get_world_size()} ranks on {local[0].device.type}")
+    print(f"model: {model.config.model_type}, {len(find_decoder_layers(model))} layers, {size:,} parameters, ", end="")
+    print(f"{flops:.3g} flop a token, {mebibytes:,.1f} MiB a rank in training")
+    print(f"step: {args.global_batch_size} x {args.seq_len} = {step_tokens:,} tokens, ", end="")
+    print(f"{micro_batches} micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size} a rank")
+    print(f"data: {num_tokens:,} tokens, {trained:,} sequences to train on, {len(held_out)} held out")
+    print(
+        f"run: {args.num_train_steps:,} steps, {args.num_train_steps * step_tokens:,} tokens, {epochs:.2g} epochs, ",
+        end="",
+    )
+    print(f"learning rate to {args.learning_rate:g} in {args.warmup_steps} steps, then down to 0", flush=True)
+
+
 def train(
     model: PreTrainedModel,
     optimizer: Optimizer,
@@ -2167,17 +2366,18 @@ def train(
     """Train to the last step or a signal, and keep `train_state` up to date. Returns the last checkpoint's path."""
     is_main, output_dir = get_rank() == 0, Path(args.output_dir)
     metrics = open_metrics(output_dir, train_state["run"]) if is_main else None
-    wandb_run = start_wandb(args.wandb_mode, asdict(args), train_state["run"], output_dir) if is_main else None
-    first_step = train_state["step"] + 1
-    caught: list[int] = []  # signals: the first asks for a save and an end after the step, more of them change nothing
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda signum, frame: caught.append(signum))
-    saving: Future | None = None  # the last save, perhaps still in flight
+    has_wandb = is_main or args.wandb_all_ranks
+    wandb_run = start_wandb(args.wandb_mode, asdict(args), train_state["run"], output_dir) if has_wandb else None
+    first_step, mesh_name = train_state["step"] + 1, "tp{tp}_dp{dp}_cp{cp}".format(**train_state)
     device, ranks = next(model.parameters()).device, get_world_size()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     peak_flops = next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
     model_flops, step_tokens = flops_per_token(model, args.seq_len), args.global_batch_size * args.seq_len
     profiler = start_profiler(output_dir / "profile", device) if args.profile else None
+    caught: list[int] = []  # signals: the first asks for a save and an end after the step, more of them change nothing
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda signum, frame: caught.append(signum))
+    saving: Future | None = None  # the last save, perhaps still in flight
 
     def load_batch(step: int) -> list[dict[str, Tensor]]:
         indices = sequences_of_step(num_sequences, args.seed, step - 1, args.global_batch_size)
@@ -2185,6 +2385,15 @@ def train(
 
     def wants_stop() -> bool:  # a signal, or a save that has failed
         return bool(caught) or (saving is not None and saving.done() and saving.exception() is not None)
+
+    def rates(tokens: int, seconds: float) -> dict[str, float]:
+        speed = tokens / seconds
+        entry = {"tokens_per_second": speed, "tokens_per_second_per_rank": speed / ranks}
+        if peak_flops is not None:
+            entry["mfu"] = speed / ranks * model_flops / peak_flops
+        if device.type == "cuda":
+            entry["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        return entry
 
     loader = ThreadPoolExecutor(1)  # makes the batch of the next step ready during this one
     batch = loader.submit(load_batch, first_step)
@@ -2209,20 +2418,19 @@ def train(
         best = min(best, (loss, step))
 
         entry = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": train_state["tokens"]}
-        speed = step_tokens / (time.perf_counter() - started)
-        entry |= {"tokens_per_second": speed, "tokens_per_second_per_rank": speed / ranks, "run": train_state["run"]}
-        if peak_flops is not None:
-            entry["mfu"] = speed / ranks * model_flops / peak_flops
-            entry["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        entry |= rates(step_tokens, time.perf_counter() - started)
+        entry |= {"run": train_state["run"], "mesh": mesh_name, "first_step": first_step}  # that of this process
         if args.eval_every and step % args.eval_every == 0:
-            entry["eval_loss"] = evaluate(model, tokens, held_out, args, shard, mesh)
+            sizes = args.seq_len, args.global_batch_size
+            entry["eval_loss"] = evaluate(model, tokens, held_out, *sizes, shard, mesh)
             entry["eval_perplexity"] = math.exp(min(entry["eval_loss"], 700))
         if is_main:
             with contextlib.suppress(OSError):  # a full disk ends the run at the next save, if it is still full then
                 print(json.dumps(entry), file=metrics, flush=True)
             if wandb_run is not None:
                 with contextlib.suppress(Exception):  # a failing wandb never stops a run
-                    wandb_run.log(entry, step=step)
+                    wandb_run.log(entry)
+            speed = entry["tokens_per_second"]
             bar.set_postfix_str(f"loss {loss:.4f}, norm {grad_norm:.3f}, lr {lr:.2e}, {speed:.0f} tok/s", refresh=False)
             bar.update()
 
@@ -2240,27 +2448,22 @@ def train(
         profiler.stop()
     path = saving.result() if saving is not None else None
     bar.close()
-    if is_main and best[1]:
-        seconds, trained = time.perf_counter() - begun, (train_state["step"] - first_step + 1) * step_tokens
-        print(f"{trained:,} tokens in {seconds:,.0f} s, {trained / seconds:,.0f} a second with evaluations and saves")
-        print(f"loss {loss:.4f}, at best {best[0]:.4f} in step {best[1]}", flush=True)
+    summary: dict[str, Any] = {"steps": train_state["step"] - first_step + 1, "checkpoint": str(path)}
+    if summary["steps"]:
+        seconds, trained = time.perf_counter() - begun, summary["steps"] * step_tokens
+        summary |= {
+            "final_loss": loss,
+            "best_loss": best[0],
+            "best_step": best[1],
+            "tokens": trained,
+            "seconds": seconds,
+        }
+        summary |= rates(trained, seconds)
+    if is_main and summary["steps"]:
+        print_summary(summary)
     if wandb_run is not None:
-        with contextlib.suppress(Exception):
-            wandb_run.summary.update({"best_loss": best[0], "best_step": best[1], "checkpoint": str(path)})
-            wandb_run.finish()
+        finish_wandb(wandb_run, summary, path if args.wandb_artifact and is_main else None)
     return path
-
-
-def describe_run(args: Config, model: nn.Module, step: int, source: str, num_tokens: int) -> None:
-    """Print every derived size once. Rank 0 only."""
-    local = [local_part(parameter) for parameter in model.parameters()]
-    mebibytes = sum(4 * 4 * p.numel() for p in local) / 2**20  # with gradient and AdamW state
-    tokens = f"{args.global_batch_size} x {args.seq_len} = {args.global_batch_size * args.seq_len:,} tokens a step"
-    mesh = f"mesh dp {args.dp_size} x cp {args.cp_size} x tp {args.tp_size} on {local[0].device.type}"
-    size = f"{sum(p.numel() for p in model.parameters()):,} parameters, {mebibytes:,.1f} MiB a rank in training"
-    batch = f"{tokens}, in micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size} a rank"
-    begin = f"weights: {source}, step {step}{', nothing left to train' * (step >= args.num_train_steps)}"
-    print(mesh, size, batch, f"data: {num_tokens:,} tokens", begin, sep="\n", flush=True)
 
 
 # ---- 10 main ---------------------------------------------------------------------------------------------------------
@@ -2276,6 +2479,9 @@ def main(argv: list[str]) -> None:
         path, about = find_checkpoint(args.resume, output_dir, 0, args.verify_checksums) or fail(none)
         export_checkpoint(path, Path(args.export_dir), getattr(torch, args.export_dtype))
         return print(f"Transformers folder: {args.export_dir}, of {path}, step {about['step']}", flush=True)
+
+    if args.plot is not None:
+        return print(f"drawn: {draw_metrics([Path(folder) for folder in args.plot.split(',')])}", flush=True)
 
     if any(name not in ("tiny", "stdlib") and not Path(name).exists() for name in (args.model_name, args.dataset_name)):
         go_offline_without_hub()
@@ -2331,7 +2537,9 @@ def main(argv: list[str]) -> None:
 
     # 9: train, save
     if is_main := get_rank() == 0:
-        describe_run(args, model, train_state["step"], source, len(tokens))
+        describe_run(args, model, len(tokens), num_sequences, held_out)
+        done = ", nothing left to train" if train_state["step"] >= args.num_train_steps else ""
+        print(f"weights: {source}, step {train_state['step']}{done}", flush=True)
         (output_dir / "flags.json").write_text(json.dumps(asdict(args), indent=1))
     background = None
     if args.async_save:  # with a cache from the start the stager pins its memory, which takes a GPU
@@ -2344,6 +2552,12 @@ def main(argv: list[str]) -> None:
     options = {"micro_batch_size": args.micro_batch_size, "document_end": document_end, "device": device}
     shard = functools.partial(shard_batch, mesh=mesh, **options)
     path = train(model, optimizer, tokens, num_sequences, held_out, args, mesh, shard, train_state, save) or path
+    if args.model_name == "tiny" and train_state["step"] >= max(100, args.num_train_steps):  # before, it writes noise
+        text = generate_text(
+            model, tokenizer, mesh, prompt="def ", num_tokens=200, seq_len=args.seq_len, seed=args.seed
+        )
+        if is_main:
+            print(f"---- what it writes now\n{text}\n----", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
     else:

@@ -5,7 +5,6 @@ All families are swept by benchmarks/families.py; here are some that stand for t
 
 import functools
 import itertools
-from types import SimpleNamespace
 
 import families
 import pytest
@@ -251,10 +250,10 @@ TOKENS = torch.randint(0, VOCABULARY, (6 * S + 1,), generator=torch.Generator().
 
 def evaluate_on_mesh(names, sizes):
     """Runs on each rank: the evaluation loss of each family over six sequences in batches of four."""
-    script, args, losses = load_script(), SimpleNamespace(global_batch_size=4, seq_len=S), []
+    script, losses = load_script(), []
     for model, mesh in (build(make_config(family), sizes) for family in names):
         shard = functools.partial(script.shard_batch, mesh=mesh, micro_batch_size=2, device=CPU)
-        losses.append(script.evaluate(model, TOKENS.numpy(), range(6), args, shard, mesh))
+        losses.append(script.evaluate(model, TOKENS.numpy(), range(6), S, 4, shard, mesh))
     return losses
 
 

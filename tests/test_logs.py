@@ -27,7 +27,7 @@ def test_metrics_and_evaluation_are_the_same_in_every_mesh(pool, tmp_path, more)
         rows[ranks] = read_metrics(tmp_path / str(ranks))
     for one, four in zip(rows[0], rows[4]):
         assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second"} <= one.keys()
-        for key in one.keys() - {"tokens_per_second", "tokens_per_second_per_rank", "run"}:
+        for key in one.keys() - {"tokens_per_second", "tokens_per_second_per_rank", "run", "mesh"}:
             assert four[key] == pytest.approx(one[key], rel=1e-5), f"{key} of step {one['step']}"
     assert [row["tokens"] for row in rows[0]] == [64, 128, 192]
     assert [row["step"] for row in rows[0] if "eval_loss" in row] == [2]
@@ -72,11 +72,12 @@ def test_wandb_runs_offline_where_there_is_no_key(pool, tmp_path):
     assert config["seq_len"] == 32 and config["torch"] == version("torch")
 
 
-def read_wandb(file):
-    """History, summary and config of an offline run: wandb's records, in the log format of LevelDB."""
+def read_wandb(file, with_run=False):
+    """History, summary and config of an offline run, and its record: wandb's records, in the log format of LevelDB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, position, begun, history, summary, config = file.read_bytes(), 7, b"", [], {}, {}  # 7 bytes of header
+    data, position, begun, run = file.read_bytes(), 7, b"", None  # 7 bytes of header
+    history, summary, config = [], {}, {}
     while position + 7 <= len(data):
         left, length, kind = (
             -position % 2**15,
@@ -96,6 +97,7 @@ def read_wandb(file):
             continue
         record = Record()
         record.ParseFromString(begun)
+        run = record.run if record.run.run_id else run
         named = [
             {i.key or i.nested_key[0]: json.loads(i.value_json) for i in items}
             for items in (record.history.item, record.summary.update, record.run.config.update, record.config.update)
@@ -103,7 +105,7 @@ def read_wandb(file):
         history += [named[0]] if named[0] else []
         summary |= named[1]
         config |= named[2] | named[3]
-    return history, summary, config
+    return (history, summary, config) + ((run,) if with_run else ())
 
 
 def break_wandb():
