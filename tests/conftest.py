@@ -128,9 +128,9 @@ def make_batches(steps, vocab, batch=8, seq_len=32, seed=1):
 
 
 def shard_model(source, sizes, dtype=torch.float32, dp_replicate=1, **options):
-    """Put a plain model's weights on a mesh, as the script does. Returns model and mesh."""
+    """Put a plain model's weights on a mesh, or on none where sizes is None. Returns model and mesh."""
     script = load_script()
-    mesh = script.build_mesh("cpu", **sizes._asdict(), dp_replicate=dp_replicate)
+    mesh = None if sizes is None else script.build_mesh("cpu", **sizes._asdict(), dp_replicate=dp_replicate)
     model = script.build_model(source.config, mesh, "cpu", dtype, **{"seq_len": 32, **options})
     script.fill_buffers(model, torch.device("cpu"))
     script.send_weights(model, lambda: source, "the test", None)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import families
 import pytest
 import torch
-from conftest import ONE, SCRIPT, make_config, make_model, make_optimizer, read_metrics, save
+from conftest import ONE, SCRIPT, load_script, make_config, make_model, make_optimizer, read_metrics, save
 
 
 ERROR = "3D_parallel.py: error: "
@@ -379,7 +379,7 @@ def test_bad_runs(pool, inputs, tmp_path, case, ranks):
 
 
 # what only some families have: the plan of a run on more processes, in one, refuses it as the run would
-TWO = "--world_size 2 "
+TWO, GPT_NEO, V4 = "--world_size 2 ", families.SPECIAL["gpt_neo"], families.SPECIAL["deepseek_v4"]
 BAD_FAMILIES = [
     # a family, what of its config is special, flags, and the sentence
     ("mixtral", {"router_jitter_noise": 0.1}, TWO + "--tp_size 2", r"routers of mixtral have router_jitter_noise"),
@@ -390,6 +390,8 @@ BAD_FAMILIES = [
     ("reformer", {"axial_pos_embds": False}, TWO, r"reformer has a backward of its own, .*; one process would work"),
     ("roberta", {}, TWO + "--cp_size 2", r"roberta has positions, .* depend on padding, which cp_size 2 cannot"),
     ("bart", {}, TWO + "--cp_size 2", r"bart has attention to which it does not hand on the attention_mask"),
+    ("gpt_neo", GPT_NEO, TWO + "--cp_size 2", r"gpt_neo has attention with a mask of its own \('context_parallel'\)"),
+    ("deepseek_v4", V4, TWO + "--cp_size 2", r"deepseek_v4 has attention with other queries or keys than those of"),
     ("doge", {}, TWO + "--cp_size 2", r"doge has a mask that is not only causal, which cp_size 2 cannot express"),
     ("xlstm", {}, TWO + "--cp_size 2", r"xlstm has layers that mix tokens by other means than attention"),
     ("musicgen", {}, "", r"musicgen cannot be planned without data: "),
@@ -404,6 +406,23 @@ def test_families_that_a_mesh_cannot_express(pool, tmp_path, family, changes, fl
     assert launch.codes == [2], launch
     sentence = only_sentence(launch.outputs, f"{family} {flags}")
     assert re.search(match, sentence), sentence
+
+
+def have_a_disk_of_its_own_without_locks():
+    def acquire(*args, **options):
+        raise NotImplementedError
+
+    load_script().filelock.FileLock.acquire = acquire
+    if os.environ["RANK"] == "1":
+        exists = os.path.exists
+        os.path.exists = lambda path: ".probe_" not in str(path) and exists(path)
+
+
+def test_an_output_directory_that_other_machines_do_not_see_is_refused(pool, tmp_path):
+    launch = pool.launch(2, "--output_dir", tmp_path, before=have_a_disk_of_its_own_without_locks)
+    assert launch.codes == [2, 2], launch
+    assert f"{tmp_path} is on a file system without locks: let no other run write there" in launch.outputs[0], launch
+    assert "it is not the same directory on all machines" in only_sentence(launch.outputs, "two machines")
 
 
 def test_the_printed_command_keeps_flags_and_mesh(script, as_rank, monkeypatch):

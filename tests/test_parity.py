@@ -162,12 +162,13 @@ def test_learning_rate_is_that_of_transformers_and_a_function_of_the_step(script
 
 
 def train_in_bfloat16(sizes):
+    """Losses, the dtypes of a layer's weight and output while it runs, and those of the state. None: no mesh."""
     script = load_script()
     model, mesh = shard_model(make_model(case_config(UNTIED)), sizes, dtype=torch.bfloat16)
     optimizer = make_optimizer(model, 1e-2)
     losses = []
     for inputs, labels in make_batches(4, UNTIED.vocab):
-        micro_batches = script.shard_batch(inputs, labels, mesh, inputs.shape[0] // sizes.dp, torch.device("cpu"))
+        micro_batches = script.shard_batch(inputs, labels, mesh, 8 // (sizes or ONE).dp, torch.device("cpu"))
         losses.append(script.train_step(model, optimizer, micro_batches, mesh, 1.0)[0].item())
     tensors = [*model.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
     seen, dtypes = [], {tensor.dtype for tensor in tensors}
@@ -182,7 +183,9 @@ def test_bfloat16_computes_in_it_and_keeps_float32_state(pool):
     options = {"learning_rate": 1e-2, "max_grad_norm": 1.0, "weight_decay": 0.1, "optimizer": "adamw"}
     expected = reference.train(make_model(case_config(UNTIED)), batches, **options)[0]
     by_mesh = {sizes: pool.run(sizes.ranks, train_in_bfloat16, sizes)[0] for sizes in [DP, Mesh(cp=2, tp=2)]}
+    by_mesh[None] = train_in_bfloat16(None)  # one process, where autocast casts the weights for each operator
     for sizes, (losses, seen, dtypes) in by_mesh.items():
         assert_close(losses, expected, 5e-3, f"{sizes}: losses in bfloat16 and in float32")
         assert relative(losses, expected) > 1e-7, f"{sizes}: that was no bfloat16: {losses}, float32: {expected}"
-        assert seen == [(torch.bfloat16, torch.bfloat16)] and dtypes == {torch.float32}, (sizes, seen, dtypes)
+        weight = torch.float32 if sizes is None else torch.bfloat16
+        assert seen == [(weight, torch.bfloat16)] and dtypes == {torch.float32}, (sizes, seen, dtypes)
