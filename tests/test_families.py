@@ -106,8 +106,8 @@ SWEPT = [
     ("equal", ALL, "gemma2 mixtral gpt_oss deepseek_v3 llama4_text stablelm gpt_neox", None),
     ("equal", ALL, "llama qwen2 qwen3 mistral phi3 olmo2", None),  # what most people train
     ("equal", DP, "gpt2 opt bloom falcon mamba", None),
-    # phi3, whose plan is broken below; several matrices in one, norms over all heads, positions in a table
-    ("equal", TP, "phi3 persimmon bitnet opt", None),
+    # phi3, whose plan is broken below; packed matrices, a norm over all heads, a table of positions, no norm weights
+    ("equal", TP, "phi3 persimmon bitnet opt nanochat", None),
     ("equal or refused", TP, "gpt2 bloom mamba", None),
     ("equal or refused", CP, "gpt2 bloom mamba", None),
     ("equal", TP, "gemma2 mixtral", checkpoint_activations),
