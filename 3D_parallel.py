@@ -47,7 +47,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TextIO
 
 
 # before the other imports, which fail in their own words with versions that are too old
@@ -1589,6 +1589,14 @@ def save_checkpoint(
     return thread.submit(write, state, group)
 
 
+def start_background(device: torch.device, timeout_s: float) -> tuple[ThreadPoolExecutor, AsyncStager, ProcessGroup]:
+    """The thread, the host memory and the group of asynchronous saves. A collective."""
+    # with a cache from the start the stager pins its memory, which takes a GPU
+    stager = BlockingAsyncStager(cache_staged_state_dict=device.type == "cuda")
+    thread = ThreadPoolExecutor(1, initializer=torch.get_device_module(device).set_device, initargs=(device,))
+    return thread, stager, host_group(timeout_s)
+
+
 def write_checkpoint(
     final: Path, about: dict, texts: dict, tokenizer: Any, keep_last: int, state: dict, group: ProcessGroup | None
 ) -> Path:
@@ -1949,55 +1957,6 @@ def train_step(
     return totals
 
 
-# what a GPU can do in bfloat16, FLOP/s without sparsity, from the makers' data sheets
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "MI300X": 1307e12}
-
-
-def flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
-    """Forward and backward for a token: PaLM, arXiv 2204.02311, appendix B, with half of the attention for causality.
-
-    6 for each parameter that a token meets (of the experts those it takes, of the embedding none), and in each layer
-    6 x (heads x head size) x seq_len. What is computed twice to save memory does not count.
-    """
-    config = model.config.get_text_config()
-    hidden = model.get_input_embeddings().embedding_dim
-    try:
-        heads = getattr(config, "num_attention_heads", 0)
-        width = heads * (getattr(config, "head_dim", None) or hidden // max(1, heads))
-    except RuntimeError:  # of Transformers: they differ between layers
-        width = hidden
-    share = getattr(config, "num_experts_per_tok", None) or 1
-    met = 0 if model.get_output_embeddings() is None else model.get_output_embeddings().weight.numel()
-    for layer in find_decoder_layers(model):
-        for module in layer.modules():
-            size = sum(parameter.numel() for parameter in module.parameters(False))
-            # not is_experts: tp has divided num_experts
-            stacked = [p for p in module.parameters(False) if p.ndim == 3] if hasattr(module, "num_experts") else []
-            met += size * share / stacked[0].shape[0] if stacked else size
-        met += width * seq_len
-    return 6 * met
-
-
-def start_profiler(folder: Path, device: torch.device) -> torch.profiler.profile:
-    """Call `.step()` after each step: the third to the fifth go into trace_rank<r>.json, for ui.perfetto.dev, and on
-    CUDA what was allocated into memory_rank<r>.pickle, for pytorch.org/memory_viz."""
-    if device.type == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=200_000)  # private, but it is the documented way
-
-    def write(profiler: torch.profiler.profile) -> None:
-        folder.mkdir(exist_ok=True)
-        profiler.export_chrome_trace(str(folder / f"trace_rank{get_rank()}.json"))
-        if device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(folder / f"memory_rank{get_rank()}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
-
-    profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1), on_trace_ready=write
-    )
-    profiler.start()
-    return profiler
-
-
 def check_first_step(model: PreTrainedModel, mesh: DeviceMesh | None) -> None:
     """Refuse a model whose layers did not all run the attention over the whole sequence, or that is not all cut."""
     family, layers, attention = model.config.model_type, find_decoder_layers(model), model.attention_function
@@ -2077,6 +2036,93 @@ def generate_text(
     return tokenizer.decode(ids)
 
 
+# of a run: what it prints, and what it logs
+
+
+def describe_run(args: Config, model: nn.Module, num_tokens: int, trained: int, held_out: range) -> None:
+    """Print each derived quantity once. Rank 0 only."""
+    local = [local_part(parameter) for parameter in model.parameters()]
+    mebibytes = sum(4 * 4 * p.numel() for p in local) / 2**20  # with gradient and AdamW state
+    step_tokens, dp = args.global_batch_size * args.seq_len, args.dp_size
+    micro_batches = args.global_batch_size // dp // args.micro_batch_size
+    epochs = args.num_train_steps * args.global_batch_size / trained
+    size, flops = sum(p.numel() for p in model.parameters()), flops_per_token(model, args.seq_len)
+    print(f"mesh: dp {dp} x cp {args.cp_size} x tp {args.tp_size}, {get_world_size()} ranks on {local[0].device.type}")
+    print(f"model: {model.config.model_type}, {len(find_decoder_layers(model))} layers, {size:,} parameters, ", end="")
+    print(f"{flops:.3g} flop a token, {mebibytes:,.1f} MiB a rank in training")
+    print(f"step: {args.global_batch_size} x {args.seq_len} = {step_tokens:,} tokens, ", end="")
+    print(f"{micro_batches} micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size} a rank")
+    print(f"data: {num_tokens:,} tokens, {trained:,} sequences to train on, {len(held_out)} held out")
+    print(
+        f"run: {args.num_train_steps:,} steps, {args.num_train_steps * step_tokens:,} tokens, {epochs:.2g} epochs, ",
+        end="",
+    )
+    print(f"learning rate to {args.learning_rate:g} in {args.warmup_steps} steps, then down to 0", flush=True)
+
+
+# what a GPU can do in bfloat16, FLOP/s without sparsity, from the makers' data sheets
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "MI300X": 1307e12}
+
+
+def flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
+    """Forward and backward for a token: PaLM, arXiv 2204.02311, appendix B, with half of the attention for causality.
+
+    6 for each parameter that a token meets (of the experts those it takes, of the embedding none), and in each layer
+    6 x (heads x head size) x seq_len. What is computed twice to save memory does not count.
+    """
+    config = model.config.get_text_config()
+    hidden = model.get_input_embeddings().embedding_dim
+    try:
+        heads = getattr(config, "num_attention_heads", 0)
+        width = heads * (getattr(config, "head_dim", None) or hidden // max(1, heads))
+    except RuntimeError:  # of Transformers: they differ between layers
+        width = hidden
+    share = getattr(config, "num_experts_per_tok", None) or 1
+    met = 0 if model.get_output_embeddings() is None else model.get_output_embeddings().weight.numel()
+    for layer in find_decoder_layers(model):
+        for module in layer.modules():
+            size = sum(parameter.numel() for parameter in module.parameters(False))
+            # not is_experts: tp has divided num_experts
+            stacked = [p for p in module.parameters(False) if p.ndim == 3] if hasattr(module, "num_experts") else []
+            met += size * share / stacked[0].shape[0] if stacked else size
+        met += width * seq_len
+    return 6 * met
+
+
+def measure_speed(tokens: int, seconds: float, flops: float, device: torch.device) -> dict[str, float]:
+    """Tokens/s, of all ranks and of one; on CUDA its peak memory, and on known GPUs the share of `PEAK_FLOPS` in use.
+
+    `flops` are those of a token, see `flops_per_token`.
+    """
+    speed = {"tokens_per_second": tokens / seconds, "tokens_per_second_per_rank": tokens / seconds / get_world_size()}
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for peak in [peak for gpu, peak in PEAK_FLOPS.items() if gpu in name]:
+            speed["mfu"] = speed["tokens_per_second_per_rank"] * flops / peak
+        speed["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+    return speed
+
+
+def start_profiler(folder: Path, device: torch.device) -> torch.profiler.profile:
+    """Call `.step()` after each step: the third to the fifth go into trace_rank<r>.json, for ui.perfetto.dev, and on
+    CUDA what was allocated into memory_rank<r>.pickle, for pytorch.org/memory_viz."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=200_000)  # private, but it is the documented way
+
+    def write(profiler: torch.profiler.profile) -> None:
+        folder.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"trace_rank{get_rank()}.json"))
+        if device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(folder / f"memory_rank{get_rank()}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1), on_trace_ready=write
+    )
+    profiler.start()
+    return profiler
+
+
 def open_metrics(output_dir: Path, run: str) -> Any:
     """metrics.jsonl, opened to append; what another run has left there is first renamed. Rank 0 only."""
     path = output_dir / "metrics.jsonl"
@@ -2107,7 +2153,9 @@ def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path
 
         mode = ("online" if wandb.login(prompt=False, verify=False) else "offline") if mode == "auto" else mode
         project, name, group = (os.environ.get(variable) or value for variable, value in defaults.items())
-        settings = wandb.Settings(init_timeout=60, silent=True, save_code=True)  # the script and its git commit
+        script = Path(__file__).resolve()  # saved as code with its git commit, wherever the run was started
+        code = {"save_code": True, "program_relpath": script.name, "git_root": str(script.parent)}
+        settings = wandb.Settings(init_timeout=60, silent=True, **code)
         where = {"project": project, "name": name + rank, "group": group, "id": run_id + rank, "dir": str(output_dir)}
         run = wandb.init(**where, mode=mode, resume="allow", config=config, allow_val_change=True, settings=settings)
         # by our steps and not wandb's, which go up only: after a crash some steps are logged once more
@@ -2127,6 +2175,15 @@ def finish_wandb(run: Any, summary: dict[str, Any], artifact: Path | None) -> No
         run.finish()
 
 
+def log_step(entry: dict[str, Any], metrics: TextIO, wandb_run: Any) -> None:
+    """Append a step to metrics.jsonl, and send it to wandb. Neither ever stops a run. Rank 0 only."""
+    with contextlib.suppress(OSError):  # a full disk ends the run at the next save, if it is still full then
+        print(json.dumps(entry), file=metrics, flush=True)
+    if wandb_run is not None:
+        with contextlib.suppress(Exception):
+            wandb_run.log(entry)
+
+
 def print_summary(summary: dict[str, Any]) -> None:
     """What this process has trained. Rank 0 only."""
     more = f", MFU {summary['mfu']:.1%}" if "mfu" in summary else ""
@@ -2136,21 +2193,146 @@ def print_summary(summary: dict[str, Any]) -> None:
     print("loss {final_loss:.4f}, at best {best_loss:.4f} in step {best_step}".format(**summary), flush=True)
 
 
-def read_runs(path: Path) -> tuple[dict[int, dict], dict[int, str]]:
-    """The rows of a metrics.jsonl by step, the last of each; and the steps where a process went on from a checkpoint,
-    each with the name of its mesh where that is another one."""
-    rows: dict[int, dict] = {}
-    resumed: dict[int, str] = {}
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # a line that a full disk has cut
-            row = json.loads(line)
-            step, last = row["step"], rows[max(rows)] if rows else None
-            if last is not None and step == row["first_step"]:  # what came after it is done again
-                rows = {old: rows[old] for old in rows if old < step}
-                resumed = {old: resumed[old] for old in resumed if old < step}
-                resumed[step] = row["mesh"] if row["mesh"] != last["mesh"] else ""
-            rows[step] = row
-    return rows, resumed
+def resume_command(args: Config, argv: list[str], num_train_steps: int) -> str:
+    """The command that goes on from this run's last checkpoint, up to `num_train_steps`."""
+    replaced = r" --(resume|init[_-]from|num[_-]train[_-]steps|[tdc]p[_-]size)[ =]('[^']*'|\S+)"
+    kept = re.sub(replaced, "", " " + shlex.join(argv))
+    if not (launcher := os.environ.get("LAUNCHED_AS")):
+        processes, script = os.environ.get("LOCAL_WORLD_SIZE"), shlex.quote(sys.argv[0])
+        launcher = f"torchrun --standalone --nproc_per_node {processes} {script}" if processes else f"python {script}"
+        launcher += f" --tp_size {args.tp_size} --dp_size {args.dp_size} --cp_size {args.cp_size}"
+    return f"{launcher}{kept} --resume auto --num_train_steps {num_train_steps}"
+
+
+def catch_signals() -> list[int]:
+    """From here on SIGTERM and SIGUSR1 only add themselves to this list."""
+    caught: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda signum, frame: caught.append(signum))
+    return caught
+
+
+def train(
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    tokens: np.ndarray,
+    num_sequences: int,
+    held_out: range,
+    args: Config,
+    mesh: DeviceMesh | None,
+    shard: Callable,
+    train_state: dict[str, Any],
+    save: Callable[..., Future],
+) -> Path | None:
+    """Train to the last step or a signal, and keep `train_state` up to date. Returns the last checkpoint's path."""
+    is_main, output_dir, device = get_rank() == 0, Path(args.output_dir), next(model.parameters()).device
+    metrics = open_metrics(output_dir, train_state["run"]) if is_main else None
+    has_wandb = is_main or args.wandb_all_ranks
+    wandb_run = start_wandb(args.wandb_mode, asdict(args), train_state["run"], output_dir) if has_wandb else None
+    profiler = start_profiler(output_dir / "profile", device) if args.profile else None
+    flops, step_tokens = flops_per_token(model, args.seq_len), args.global_batch_size * args.seq_len
+    first_step, mesh_name = train_state["step"] + 1, "tp{tp}_dp{dp}_cp{cp}".format(**train_state)
+    signals = catch_signals()  # the first asks for a save and an end after the step, more of them change nothing
+    saving: Future | None = None  # the last save, perhaps still in flight
+
+    def load_batch(step: int) -> list[dict[str, Tensor]]:
+        indices = sequences_of_step(num_sequences, args.seed, step - 1, args.global_batch_size)
+        return shard(*read_sequences(tokens, indices, args.seq_len))
+
+    def wants_stop() -> bool:  # a signal, or a save that has failed
+        return bool(signals) or (saving is not None and saving.done() and saving.exception() is not None)
+
+    loader = ThreadPoolExecutor(1)  # makes the batch of the next step ready during this one
+    batch = loader.submit(load_batch, first_step)
+    best, begun = (math.inf, 0), time.perf_counter()  # the lowest loss and its step
+    bar = tqdm(total=args.num_train_steps, initial=first_step - 1, disable=not is_main, unit="step")
+    for step in range(first_step, args.num_train_steps + 1):
+        started, micro_batches = time.perf_counter(), batch.result()
+        batch = loader.submit(load_batch, step + 1)
+        # dropout: ranks hold other tokens or other heads, so they need other masks; a resumed run needs the same
+        torch.manual_seed(args.seed + 100_003 * step + get_rank())
+        lr = learning_rate_of_step(step - 1, args.learning_rate, args.warmup_steps, args.num_train_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        totals = train_step(model, optimizer, micro_batches, mesh, args.max_grad_norm, wants_stop)
+        loss, grad_norm, stop = totals.tolist()  # the one CPU-GPU sync of a step
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            bar.close()
+            fail(f"step {step} has loss {loss} and gradient norm {grad_norm}: resume with a lower --learning_rate")
+        if step == first_step:
+            check_first_step(model, mesh)
+        train_state |= {"step": step, "tokens": train_state["tokens"] + step_tokens}
+        best = min(best, (loss, step))
+
+        entry = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": train_state["tokens"]}
+        entry |= measure_speed(step_tokens, time.perf_counter() - started, flops, device)
+        entry |= {"run": train_state["run"], "mesh": mesh_name, "first_step": first_step}  # that of this process
+        if args.eval_every and step % args.eval_every == 0:
+            sizes = args.seq_len, args.global_batch_size
+            entry["eval_loss"] = evaluate(model, tokens, held_out, *sizes, shard, mesh)
+            entry["eval_perplexity"] = math.exp(min(entry["eval_loss"], 700))
+        if is_main:
+            log_step(entry, metrics, wandb_run)
+            shown = "loss {loss:.4f}, norm {grad_norm:.3f}, lr {lr:.2e}, {tokens_per_second:.0f} tok/s"
+            bar.set_postfix_str(shown.format(**entry), refresh=False)
+            bar.update()
+
+        stop = stop or step == args.num_train_steps
+        if stop or (args.save_every and step % args.save_every == 0):
+            if saving is not None:
+                saving.result()  # one save at a time; what broke it, the SystemExit of `fail`, leaves here on all ranks
+            saving = save(about=train_state)
+        if profiler is not None:
+            profiler.step()
+        if stop:
+            break
+    loader.shutdown()
+    if profiler is not None:
+        profiler.stop()
+    path = saving.result() if saving is not None else None
+    bar.close()
+
+    summary: dict[str, Any] = {"checkpoint": str(path)}
+    if best[1]:  # there was a step
+        seconds, trained = time.perf_counter() - begun, (train_state["step"] - first_step + 1) * step_tokens
+        summary |= {"final_loss": loss, "best_loss": best[0], "best_step": best[1], "tokens": trained}
+        summary |= {"seconds": seconds, **measure_speed(trained, seconds, flops, device)}
+        if is_main:
+            print_summary(summary)
+    if wandb_run is not None:
+        finish_wandb(wandb_run, summary, path if is_main and args.wandb_artifact else None)
+    return path
+
+
+def end_run(
+    args: Config,
+    argv: list[str],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: DeviceMesh | None,
+    step: int,
+    path: Path | None,
+) -> None:
+    """Show what the tiny model has learned, leave the process group, and say how to go on. A collective."""
+    is_main, text, last = get_rank() == 0, None, args.num_train_steps
+    if args.model_name == "tiny" and step >= max(100, last):  # before, it writes noise
+        text = generate_text(model, tokenizer, mesh, prompt="def ", num_tokens=200, seq_len=args.seq_len)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    else:
+        folder = Path(args.output_dir) / "model"
+        with on_all_ranks(f"the checkpoint is {path}, but {folder} cannot be written"):
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        print(f"Transformers folder: {folder}", flush=True)
+    if is_main:
+        if text is not None:
+            print(f"---- what it writes now\n{text}\n----")
+        print(f"{'stopped by a signal, ' * (step < last)}checkpoint of step {step}: {path}")
+        print(f"go on with: {resume_command(args, argv, last if step < last else 2 * step)}", flush=True)
+
+
+# tools without a run: a picture of what was logged, and a plan
 
 
 def draw_metrics(folders: list[Path]) -> Path:
@@ -2159,39 +2341,40 @@ def draw_metrics(folders: list[Path]) -> Path:
     A dotted line is where a process went on from a checkpoint, with the mesh where that is another one.
     """
     try:
+        import pandas  # comes with datasets
         from matplotlib.figure import Figure  # an extra, which only this needs
     except ImportError:
         fail("--plot needs a package that is not there: pip install matplotlib")
     titles = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "tokens_per_second": "tokens/s"}
     figure = Figure(figsize=(12, 7), layout="constrained")
-    panels = dict(zip(titles, figure.subplots(2, 2, sharex=True).flat))
-    loss = panels["loss"]
+    panels = figure.subplots(2, 2, sharex=True).flatten()
     colors = itertools.cycle(["#0072b2", "#d55e00", "#009e73", "#cc79a7"])  # which colour-blind people can tell apart
     for folder, color in zip(folders, colors):
         try:
-            rows, resumed = read_runs(folder / "metrics.jsonl")
+            lines = (folder / "metrics.jsonl").read_text().splitlines()
         except OSError as error:
             fail(f"--plot {folder} has no metrics.jsonl that can be read ({error.strerror})")
-        first = rows[min(rows)] if rows else fail(f"--plot {folder} has a metrics.jsonl without steps")
-        for key, panel in panels.items():
-            panel.plot([*rows], [row[key] for row in rows.values()], color=color, linewidth=1)
-            for step in resumed:
+        entries = [json.loads(line) for line in lines if line.endswith("}")]  # else a full disk has cut it
+        if not entries:
+            fail(f"--plot {folder} has a metrics.jsonl without steps")
+        # of steps that were done again the later entry counts
+        table = pandas.DataFrame(entries).drop_duplicates("step", keep="last").set_index("step").sort_index()
+        table[[*titles]].plot(subplots=True, ax=panels, color=color, linewidth=1, legend=False, grid=True)
+        panels[0].lines[-1].set_label(f"{folder.resolve().name}, {table['mesh'].iloc[0]}")
+        if "eval_loss" in table:
+            held_out = {"style": "o", "fillstyle": "none", "label": f"{folder.resolve().name}, held out"}
+            table["eval_loss"].dropna().plot(ax=panels[0], color=color, **held_out)
+        for step in table.index[table.index == table["first_step"]][1:]:
+            for panel in panels:
                 panel.axvline(step, color=color, linestyle=":", linewidth=1)
-        held_out = {step: row["eval_loss"] for step, row in rows.items() if "eval_loss" in row}
-        name = f"{folder.resolve().name}, {first['mesh']}{'; points: held out' if held_out else ''}"
-        loss.plot([*held_out], [*held_out.values()], "o", color="white", markeredgecolor=color, markersize=5)
-        loss.plot([], [], color=color, label=name)
-        for step, mesh in resumed.items():
+            before, mesh = table["mesh"].loc[:step].iloc[-2:]
             where = {"xy": (step, 0.98), "xycoords": ("data", "axes fraction"), "va": "top", "ha": "right"}
-            loss.annotate(mesh, **where, rotation=90, fontsize=8, color=color)
-    for key, panel in panels.items():
-        panel.set_title(titles[key], loc="left")
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-    for key in ("lr", "tokens_per_second"):
-        panels[key].set_xlabel("step")
-        panels[key].set_ylim(bottom=0)
-    loss.legend(frameon=False)
+            panels[0].annotate("" if mesh == before else mesh, **where, rotation=90, fontsize=8, color=color)
+    for panel, title in zip(panels, titles.values()):
+        panel.set_title(title, loc="left")
+    for panel in panels[2:]:
+        panel.set_ylim(bottom=0)
+    panels[0].legend(frameon=False)
     path = folders[0] / "metrics.svg"
     figure.savefig(path)
     return path
@@ -2319,182 +2502,40 @@ def dry_run(args: Config, config: PreTrainedConfig) -> None:
     dist.destroy_process_group()
 
 
-def resume_command(args: Config, argv: list[str], num_train_steps: int) -> str:
-    """The command that goes on from this run's last checkpoint, up to `num_train_steps`."""
-    replaced = r" --(resume|init[_-]from|num[_-]train[_-]steps|[tdc]p[_-]size)[ =]('[^']*'|\S+)"
-    kept = re.sub(replaced, "", " " + shlex.join(argv))
-    if not (launcher := os.environ.get("LAUNCHED_AS")):
-        processes, script = os.environ.get("LOCAL_WORLD_SIZE"), shlex.quote(sys.argv[0])
-        launcher = f"torchrun --standalone --nproc_per_node {processes} {script}" if processes else f"python {script}"
-        launcher += f" --tp_size {args.tp_size} --dp_size {args.dp_size} --cp_size {args.cp_size}"
-    return f"{launcher}{kept} --resume auto --num_train_steps {num_train_steps}"
-
-
-def describe_run(args: Config, model: nn.Module, num_tokens: int, trained: int, held_out: range) -> None:
-    """Print each derived quantity once. Rank 0 only."""
-    local = [local_part(parameter) for parameter in model.parameters()]
-    mebibytes = sum(4 * 4 * p.numel() for p in local) / 2**20  # with gradient and AdamW state
-    step_tokens, dp = args.global_batch_size * args.seq_len, args.dp_size
-    micro_batches = args.global_batch_size // dp // args.micro_batch_size
-    epochs = args.num_train_steps * args.global_batch_size / trained
-    size, flops = sum(p.numel() for p in model.parameters()), flops_per_token(model, args.seq_len)
-    print(f"mesh: dp {dp} x cp {args.cp_size} x tp {args.tp_size}, {get_world_size()} ranks on {local[0].device.type}")
-    print(f"model: {model.config.model_type}, {len(find_decoder_layers(model))} layers, {size:,} parameters, ", end="")
-    print(f"{flops:.3g} flop a token, {mebibytes:,.1f} MiB a rank in training")
-    print(f"step: {args.global_batch_size} x {args.seq_len} = {step_tokens:,} tokens, ", end="")
-    print(f"{micro_batches} micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size} a rank")
-    print(f"data: {num_tokens:,} tokens, {trained:,} sequences to train on, {len(held_out)} held out")
-    print(
-        f"run: {args.num_train_steps:,} steps, {args.num_train_steps * step_tokens:,} tokens, {epochs:.2g} epochs, ",
-        end="",
-    )
-    print(f"learning rate to {args.learning_rate:g} in {args.warmup_steps} steps, then down to 0", flush=True)
-
-
-def train(
-    model: PreTrainedModel,
-    optimizer: Optimizer,
-    tokens: np.ndarray,
-    num_sequences: int,
-    held_out: range,
-    args: Config,
-    mesh: DeviceMesh | None,
-    shard: Callable,
-    train_state: dict[str, Any],
-    save: Callable[..., Future],
-) -> Path | None:
-    """Train to the last step or a signal, and keep `train_state` up to date. Returns the last checkpoint's path."""
-    is_main, output_dir = get_rank() == 0, Path(args.output_dir)
-    metrics = open_metrics(output_dir, train_state["run"]) if is_main else None
-    has_wandb = is_main or args.wandb_all_ranks
-    wandb_run = start_wandb(args.wandb_mode, asdict(args), train_state["run"], output_dir) if has_wandb else None
-    first_step, mesh_name = train_state["step"] + 1, "tp{tp}_dp{dp}_cp{cp}".format(**train_state)
-    device, ranks = next(model.parameters()).device, get_world_size()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    peak_flops = next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
-    model_flops, step_tokens = flops_per_token(model, args.seq_len), args.global_batch_size * args.seq_len
-    profiler = start_profiler(output_dir / "profile", device) if args.profile else None
-    caught: list[int] = []  # signals: the first asks for a save and an end after the step, more of them change nothing
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda signum, frame: caught.append(signum))
-    saving: Future | None = None  # the last save, perhaps still in flight
-
-    def load_batch(step: int) -> list[dict[str, Tensor]]:
-        indices = sequences_of_step(num_sequences, args.seed, step - 1, args.global_batch_size)
-        return shard(*read_sequences(tokens, indices, args.seq_len))
-
-    def wants_stop() -> bool:  # a signal, or a save that has failed
-        return bool(caught) or (saving is not None and saving.done() and saving.exception() is not None)
-
-    def rates(tokens: int, seconds: float) -> dict[str, float]:
-        speed = tokens / seconds
-        entry = {"tokens_per_second": speed, "tokens_per_second_per_rank": speed / ranks}
-        if peak_flops is not None:
-            entry["mfu"] = speed / ranks * model_flops / peak_flops
-        if device.type == "cuda":
-            entry["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-        return entry
-
-    loader = ThreadPoolExecutor(1)  # makes the batch of the next step ready during this one
-    batch = loader.submit(load_batch, first_step)
-    best, begun = (math.inf, 0), time.perf_counter()  # the lowest loss and its step
-    bar = tqdm(total=args.num_train_steps, initial=first_step - 1, disable=not is_main, unit="step")
-    for step in range(first_step, args.num_train_steps + 1):
-        started, micro_batches = time.perf_counter(), batch.result()
-        batch = loader.submit(load_batch, step + 1)
-        # dropout: ranks hold other tokens or other heads, so they need other masks; a resumed run needs the same
-        torch.manual_seed(args.seed + 100_003 * step + get_rank())
-        lr = learning_rate_of_step(step - 1, args.learning_rate, args.warmup_steps, args.num_train_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        totals = train_step(model, optimizer, micro_batches, mesh, args.max_grad_norm, wants_stop)
-        loss, grad_norm, stop = totals.tolist()  # the one CPU-GPU sync of a step
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            bar.close()
-            fail(f"step {step} has loss {loss} and gradient norm {grad_norm}: resume with a lower --learning_rate")
-        if step == first_step:
-            check_first_step(model, mesh)
-        train_state |= {"step": step, "tokens": train_state["tokens"] + step_tokens}
-        best = min(best, (loss, step))
-
-        entry = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": train_state["tokens"]}
-        entry |= rates(step_tokens, time.perf_counter() - started)
-        entry |= {"run": train_state["run"], "mesh": mesh_name, "first_step": first_step}  # that of this process
-        if args.eval_every and step % args.eval_every == 0:
-            sizes = args.seq_len, args.global_batch_size
-            entry["eval_loss"] = evaluate(model, tokens, held_out, *sizes, shard, mesh)
-            entry["eval_perplexity"] = math.exp(min(entry["eval_loss"], 700))
-        if is_main:
-            with contextlib.suppress(OSError):  # a full disk ends the run at the next save, if it is still full then
-                print(json.dumps(entry), file=metrics, flush=True)
-            if wandb_run is not None:
-                with contextlib.suppress(Exception):  # a failing wandb never stops a run
-                    wandb_run.log(entry)
-            speed = entry["tokens_per_second"]
-            bar.set_postfix_str(f"loss {loss:.4f}, norm {grad_norm:.3f}, lr {lr:.2e}, {speed:.0f} tok/s", refresh=False)
-            bar.update()
-
-        stop = stop or step == args.num_train_steps
-        if stop or (args.save_every and step % args.save_every == 0):
-            if saving is not None:
-                saving.result()  # one save at a time; what broke it, the SystemExit of `fail`, leaves here on all ranks
-            saving = save(about=train_state)
-        if profiler is not None:
-            profiler.step()
-        if stop:
-            break
-    loader.shutdown()
-    if profiler is not None:
-        profiler.stop()
-    path = saving.result() if saving is not None else None
-    bar.close()
-    summary: dict[str, Any] = {"steps": train_state["step"] - first_step + 1, "checkpoint": str(path)}
-    if summary["steps"]:
-        seconds, trained = time.perf_counter() - begun, summary["steps"] * step_tokens
-        summary |= {
-            "final_loss": loss,
-            "best_loss": best[0],
-            "best_step": best[1],
-            "tokens": trained,
-            "seconds": seconds,
-        }
-        summary |= rates(trained, seconds)
-    if is_main and summary["steps"]:
-        print_summary(summary)
-    if wandb_run is not None:
-        finish_wandb(wandb_run, summary, path if args.wandb_artifact and is_main else None)
-    return path
-
-
 # ---- 10 main ---------------------------------------------------------------------------------------------------------
 
 
-def main(argv: list[str]) -> None:
-    argv = read_flags(argv)
-    args = parse_arguments(argv)
-    output_dir = Path(args.output_dir)
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what DCP tells one process
+def run_tool(args: Config) -> None:
+    """What takes no training: a picture of what was logged, a checkpoint turned into a Transformers folder, a plan."""
+    if args.plot is not None:
+        return print(f"drawn: {draw_metrics([Path(folder) for folder in args.plot.split(',')])}", flush=True)
     if args.export_dir is not None:
+        output_dir = Path(args.output_dir)
         none = f"--export_dir needs a checkpoint, and --output_dir {output_dir} has none; --resume PATH names one"
         path, about = find_checkpoint(args.resume, output_dir, 0, args.verify_checksums) or fail(none)
         export_checkpoint(path, Path(args.export_dir), getattr(torch, args.export_dtype))
         return print(f"Transformers folder: {args.export_dir}, of {path}, step {about['step']}", flush=True)
+    config = load_config(args.model_name)
+    try:
+        dry_run(args, config)
+    except Exception as error:
+        fail(f"{config.model_type} cannot be planned without data: {first_line(error)}")
 
-    if args.plot is not None:
-        return print(f"drawn: {draw_metrics([Path(folder) for folder in args.plot.split(',')])}", flush=True)
 
+def main(argv: list[str]) -> None:
+    """One run, from its flags to its last checkpoint. The numbers are those of the sections."""
+    argv = read_flags(argv)  # 1
+    args = parse_arguments(argv)
+    output_dir, dtype = Path(args.output_dir), getattr(torch, args.dtype)
+    sizes = {"tp": args.tp_size, "dp": args.dp_size, "cp": args.cp_size}
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what DCP tells one process
     if any(name not in ("tiny", "stdlib") and not Path(name).exists() for name in (args.model_name, args.dataset_name)):
         go_offline_without_hub()
-    if args.dry_run:
-        config = load_config(args.model_name)
-        try:
-            return dry_run(args, config)
-        except Exception as error:
-            fail(f"{config.model_type} cannot be planned without data: {first_line(error)}")
+    if args.plot is not None or args.export_dir is not None or args.dry_run:
+        return run_tool(args)
 
     # 2: process group, mesh, output directory; 8: where the run begins
     device = start_process_group(args.device, args.timeout)
-    sizes = {"tp": args.tp_size, "dp": args.dp_size, "cp": args.cp_size}
     options = {"dp_replicate": args.dp_replicate_size, "timeout_s": args.timeout}
     mesh = build_mesh(device.type, **sizes, **options) if dist.is_initialized() else None
     _lock = open_output_dir(output_dir)  # held as long as this process lives
@@ -2505,7 +2546,7 @@ def main(argv: list[str]) -> None:
     if (changed := [key for key in data if origin.get(key, data[key]) != data[key]]) and get_rank() == 0:
         print(f"the steps to come see other data than an unbroken run: {', '.join(changed)} changed", flush=True)
 
-    # 3, 5, 4: config, tokenizer, attention, and the model as it is cut, still without storage
+    # 3: config, tokenizer; 4, 5: the model as it is cut, still without storage
     config = load_config(args.model_name)
     tokenizer = load_tokenizer(args.model_name, config, args.document_mask)
     if origin.get("model_type", config.model_type) != config.model_type:
@@ -2514,9 +2555,9 @@ def main(argv: list[str]) -> None:
     check_family(config.model_type, sizes)
     options = {"activation_checkpointing": args.activation_checkpointing, "compile": args.compile}
     options |= {"seq_len": args.seq_len, "has_documents": args.document_mask}
-    model = build_model(config, mesh, device.type, getattr(torch, args.dtype), **options)
+    model = build_model(config, mesh, device.type, dtype, **options)
 
-    # 6: data; 3: weights, from a checkpoint, a folder or the seed
+    # 6: data; 3: weights, from the seed, a folder or a checkpoint; 9: the optimizer, with its state
     slow_group = host_group(timeout_s=2 * 86400)  # while one rank reads, downloads or tokenizes
     options = {"config": args.dataset_config, "split": args.dataset_split}
     tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer, slow_group, **options)
@@ -2529,46 +2570,24 @@ def main(argv: list[str]) -> None:
     if args.model_name != "tiny":
         with contextlib.suppress(OSError):  # most models have one; it goes along into each checkpoint
             model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
-
-    # 9: optimizer; 8: its state
     optimizer = build_optimizer(model, args.weight_decay)
     if kind == "checkpoint":
         load_checkpoint(Path(source), model, optimizer if path is not None else None)
 
     # 9: train, save
-    if is_main := get_rank() == 0:
+    if get_rank() == 0:
+        (output_dir / "flags.json").write_text(json.dumps(asdict(args), indent=1))
         describe_run(args, model, len(tokens), num_sequences, held_out)
         done = ", nothing left to train" if train_state["step"] >= args.num_train_steps else ""
         print(f"weights: {source}, step {train_state['step']}{done}", flush=True)
-        (output_dir / "flags.json").write_text(json.dumps(asdict(args), indent=1))
-    background = None
-    if args.async_save:  # with a cache from the start the stager pins its memory, which takes a GPU
-        stager = BlockingAsyncStager(cache_staged_state_dict=device.type == "cuda")
-        thread = ThreadPoolExecutor(1, initializer=torch.get_device_module(device).set_device, initargs=(device,))
-        background = thread, stager, host_group(args.timeout)
+    background = start_background(device, args.timeout) if args.async_save else None
     options = {"tokenizer": tokenizer, "keep_last": args.keep_last, "background": background}
     save = functools.partial(save_checkpoint, output_dir, model, optimizer, **options)
     document_end = tokenizer.eos_token_id if args.document_mask else None
     options = {"micro_batch_size": args.micro_batch_size, "document_end": document_end, "device": device}
     shard = functools.partial(shard_batch, mesh=mesh, **options)
     path = train(model, optimizer, tokens, num_sequences, held_out, args, mesh, shard, train_state, save) or path
-    if args.model_name == "tiny" and train_state["step"] >= max(100, args.num_train_steps):  # before, it writes noise
-        text = generate_text(
-            model, tokenizer, mesh, prompt="def ", num_tokens=200, seq_len=args.seq_len, seed=args.seed
-        )
-        if is_main:
-            print(f"---- what it writes now\n{text}\n----", flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    else:
-        with on_all_ranks(f"the checkpoint is {path}, but {output_dir / 'model'} cannot be written"):
-            model.save_pretrained(output_dir / "model")
-            tokenizer.save_pretrained(output_dir / "model")
-        print(f"Transformers folder: {output_dir / 'model'}", flush=True)
-    if is_main:
-        step, last = train_state["step"], args.num_train_steps
-        print(f"{'stopped by a signal, ' * (step < last)}checkpoint of step {step}: {path}", flush=True)
-        print(f"go on with: {resume_command(args, argv, last if step < last else 2 * step)}", flush=True)
+    end_run(args, argv, model, tokenizer, mesh, train_state["step"], path)
 
 
 if __name__ == "__main__":
