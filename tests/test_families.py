@@ -225,6 +225,15 @@ def test_layers_that_would_mix_documents_are_refused(pool):
     check_sweep(pool, names, ONE, "equal or refused", train_on_documents, documents_alone)
 
 
+def test_attention_that_has_a_mask_of_its_own_is_not_taken_for_causal(script):
+    attention, states = script.context_parallel_attention(None, S), torch.zeros((1, 2, S, 4))
+    causal, cross = nn.Module(), nn.Module()
+    cross.is_causal = False
+    for module, mask in [(causal, None), (causal, torch.zeros(S, S)), (cross, (script.causal_mask_function, None))]:
+        with pytest.raises(ValueError, match="not causal, or has a mask of its own"):
+            attention(module, states, states, states, mask)
+
+
 def test_flex_attention_sees_what_eager_attention_sees(script, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, *args, **kwargs: function)  # there may be no compiler
     generator, flex = torch.Generator().manual_seed(5), AttentionInterface()["flex_attention"]
