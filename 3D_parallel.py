@@ -277,22 +277,23 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 
 def start_process_group(device: str, timeout_s: int) -> torch.device:
-    """Choose this rank's device and, when launched by torchrun, join the process group: gloo, or NCCL and gloo."""
-    chosen, backend, options = torch.device("cpu"), "gloo", {"timeout": timedelta(seconds=timeout_s)}
-    if device == "cuda" and not torch.cuda.is_available():
+    """This rank's device. When torchrun started it, it joins the process group: gloo, with NCCL for what is on GPUs."""
+    on_gpu, chosen = device != "cpu" and torch.cuda.is_available(), torch.device("cpu")
+    if device == "cuda" and not on_gpu:
         fail("--device cuda, but this machine has no GPU that torch can use; --device cpu would work")
-    if device != "cpu" and torch.cuda.is_available():
+    if on_gpu:
         if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > (gpus := torch.cuda.device_count()):
             fail(f"{ranks} ranks on a machine with {gpus} GPUs: start one rank a GPU, or add --device cpu")
-        chosen, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(chosen)
-        options["device_id"] = chosen
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        store, rank, size = next(dist.rendezvous("env://", timeout=options["timeout"]))
+        timeout = timedelta(seconds=timeout_s)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # torchrun keeps this store over a restart, and with it the addresses of dead ranks
             store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, **options)
+        backend, device_id = ("cpu:gloo,cuda:nccl", chosen) if on_gpu else ("gloo", None)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
     return chosen
 
 
@@ -304,14 +305,13 @@ def build_mesh(
     "fsdp" joins the axes that shard the parameters: dp x cp, or with `dp_replicate` (HSDP) dp_shard x cp, where dp is
     dp_replicate x dp_shard: whole copies of the model, and the ranks that share one.
     """
-    if dp_replicate == 1:
-        mesh, sharding = init_device_mesh(device_type, (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp")), ("dp", "cp")
-    else:
-        names, sharding = ("dp_replicate", "dp_shard", "cp", "tp"), ("dp_shard", "cp")
-        mesh = init_device_mesh(device_type, (dp_replicate, dp // dp_replicate, cp, tp), mesh_dim_names=names)
-        mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    dp_axes = {"dp": dp} if dp_replicate == 1 else {"dp_replicate": dp_replicate, "dp_shard": dp // dp_replicate}
+    axes = {**dp_axes, "cp": cp, "tp": tp}
+    mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     # private, because there is no public way to join two axes; a 2-D mesh would make fully_shard replicate over dp
-    mesh[sharding]._flatten("fsdp")
+    if dp_replicate > 1:
+        mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    mesh[[*dp_axes][-1], "cp"]._flatten("fsdp")
     warnings.filterwarnings("ignore", "Slicing a flattened dim")  # as mesh["fsdp"] does
     # private: the groups of a mesh have torch's own timeouts, 10 to 30 minutes, and there is no public way to set one
     for group in (*mesh.get_all_groups(), mesh["dp"].get_group(), mesh["fsdp"].get_group()):
@@ -325,6 +325,12 @@ def get_rank() -> int:
 
 def get_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def log(text: str) -> None:
+    """Print on rank 0 only."""
+    if get_rank() == 0:
+        print(text, flush=True)
 
 
 def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
@@ -354,7 +360,7 @@ def on_all_ranks(what_fails: str, group: ProcessGroup | None = None) -> Iterator
 
 
 def first_line(error: BaseException, limit: int = 200) -> str:
-    # the reason lies deeper: DCP raises what all ranks have raised, the datasets library hides it in the cause
+    """The reason, in one line. It may lie deeper: in what all ranks have raised (DCP), or in the cause (datasets)."""
     failures = getattr(error, "failures", None)
     error = next(iter(failures.values()))[0] if failures else error.__cause__ or error
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -375,7 +381,7 @@ def open_output_dir(output_dir: Path) -> filelock.BaseFileLock:
             except filelock.Timeout:
                 raise OSError("another run is writing to it") from None
             except NotImplementedError:
-                print(f"{output_dir} is on a file system without locks: let no other run write there", flush=True)
+                log(f"{output_dir} is on a file system without locks: let no other run write there")
             probe.write_text("all machines must see this file")
     if not all(gather_objects(os.path.exists(probe))):
         fail(f"{failed}: it is not the same directory on all machines")
@@ -452,43 +458,6 @@ def load_tokenizer(model_name: str, config: PreTrainedConfig, has_documents: boo
     return tokenizer
 
 
-def find_weights(args: Config, config: PreTrainedConfig, path: Path | None) -> tuple[str, str]:
-    """Where the weights come from, `path` if that is given, and what they are: "checkpoint", "random" or "trained".
-
-    A collective."""
-    source = str(path or args.init_from or args.model_name)
-    is_checkpoint = (Path(source) / ".metadata").is_file() and (path is not None or not args.from_scratch)
-    if path is None and is_checkpoint and (Path(source) / MANIFEST).is_file():
-        find_checkpoint(source, Path(args.output_dir), 0, args.verify_checksums)  # refuses it if it is damaged
-    if args.init_from == source and ((Path(source) / "config.json").is_file() or not is_checkpoint):
-        with on_all_ranks(f"--init_from {source} is no checkpoint, and no folder or hub id of such a model"):
-            other = transformers.AutoConfig.from_pretrained(source)
-            for key in ("model_type", "num_hidden_layers", "tie_word_embeddings"):  # these fit in silence, but wrongly
-                if (there := getattr(other, key, None)) != (here := getattr(config, key, None)):
-                    raise ValueError(f"its {key} is {there}, that of --model_name {args.model_name} {here}")
-    if is_checkpoint:
-        return source, "checkpoint"
-    return source, "random" if args.from_scratch or (source == "tiny" and args.init_from is None) else "trained"
-
-
-def find_folder(source: str, group: ProcessGroup | None) -> Path:
-    """The folder of a model's weights: itself, or where the first rank of this machine has put what the hub has."""
-    options = {"allow_patterns": ["model*.safetensors*"], "local_files_only": int(os.environ.get("LOCAL_RANK", 0)) > 0}
-    with on_all_ranks(f"the weights of {source} cannot be downloaded", group):
-        if not Path(source).is_dir() and not options["local_files_only"]:
-            snapshot_download(source, **options)
-    return Path(source) if Path(source).is_dir() else Path(snapshot_download(source, **options))
-
-
-def read_full_model(source: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """The whole trained model on the CPU in float32. Raises ValueError if the weights lack some of it."""
-    options = {"config": copy.deepcopy(config), "dtype": torch.float32, "output_loading_info": True}
-    model, info = AutoModelForCausalLM.from_pretrained(source, **options)
-    if missing := info["missing_keys"]:
-        raise ValueError(f"they lack {len(missing)} tensors, {min(missing)} among them")
-    return model.train()
-
-
 def check_family(family: str, sizes: dict[str, int]) -> None:
     """Refuse a family that tests/families.md has as different in such a mesh, warn if it is not equal there."""
     table, verdicts = Path(__file__).with_name("tests") / "families.md", []
@@ -501,9 +470,119 @@ def check_family(family: str, sizes: dict[str, int]) -> None:
     if different := [verdict for verdict in verdicts if verdict.startswith("different")]:
         fail(f"{family} is known to compute another run in this mesh ({different[0]}); see tests/families.md")
     is_known = len(verdicts) > 0 and all(verdict.startswith("equal") for verdict in verdicts)
-    if get_rank() == 0 and max(sizes.values()) > 1 and not is_known:
+    if max(sizes.values()) > 1 and not is_known:
         command = f"python tests/benchmarks/families.py --family {family}"
-        print(f"{family} is not known to compute the same run in this mesh; to see if it does: {command}", flush=True)
+        log(f"{family} is not known to compute the same run in this mesh; to see if it does: {command}")
+
+
+def find_weights(
+    model_name: str, config: PreTrainedConfig, *, init_from: str | None, from_scratch: bool, with_checksums: bool
+) -> tuple[str, str]:
+    """Where a new run's weights come from, and what they are: "random", "checkpoint" or "trained". A collective."""
+    source = init_from or model_name
+    if from_scratch or (source == "tiny" and not init_from):
+        return source, "random"
+    is_checkpoint = (Path(source) / ".metadata").is_file()
+    if is_checkpoint and (Path(source) / MANIFEST).is_file():
+        find_checkpoint(source, Path(source).parent, 0, with_checksums)  # refuses it if it is damaged
+    if init_from and ((Path(source) / "config.json").is_file() or not is_checkpoint):
+        with on_all_ranks(f"--init_from {source} is no checkpoint, and no folder or hub id of such a model"):
+            other = transformers.AutoConfig.from_pretrained(source)
+            for key in ("model_type", "num_hidden_layers", "tie_word_embeddings"):  # these fit in silence, but wrongly
+                if (there := getattr(other, key, None)) != (here := getattr(config, key, None)):
+                    raise ValueError(f"its {key} is {there}, that of --model_name {model_name} {here}")
+    return source, "checkpoint" if is_checkpoint else "trained"
+
+
+def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Give a cut model storage, garbage in its parameters, and the right values in buffers that no file holds."""
+    model.to_empty(device=device)  # only this rank's shards
+    model.tie_weights()  # to_empty gave each name of a tied parameter a tensor of its own
+    named = [(module, *item) for module in model.modules() for item in module.named_parameters(recurse=False)]
+    for module, name, parameter in named:  # plain ones without data, for some families write to them as to no DTensor
+        module.__dict__[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        # transformers' own mark: what bears it is not initialized again
+        module.__dict__[name]._is_hf_initialized = parameter._is_hf_initialized = True
+    model.initialize_weights()  # so this fills the buffers only, such as rotary frequencies
+    for module, name, _ in named:
+        del module.__dict__[name]
+
+
+def find_folder(source: str, group: ProcessGroup | None) -> Path:
+    """The folder of a model's weights: itself, or where the first rank of this machine has put what the hub has."""
+    options = {"allow_patterns": ["model*.safetensors*"], "local_files_only": int(os.environ.get("LOCAL_RANK", 0)) > 0}
+    with on_all_ranks(f"the weights of {source} cannot be downloaded", group):
+        if not Path(source).is_dir() and not options["local_files_only"]:
+            snapshot_download(source, **options)
+    return Path(source) if Path(source).is_dir() else Path(snapshot_download(source, **options))
+
+
+def read_safetensors(model: PreTrainedModel, folder: Path) -> bool:
+    """Read what each rank holds straight from a folder's safetensors; False if they need a conversion. A collective.
+
+    That is so where names or shapes are not the model's, or values are not plain floating-point numbers: then nothing
+    is read, and Transformers has to load the folder.
+    """
+    failed, tied, saved = f"the weights of {folder} cannot be loaded", tied_names(model), {}
+    state = {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in tied}
+    with on_all_ranks(failed):
+        expected = {"model.safetensors"}
+        if (index := folder / "model.safetensors.index.json").is_file():
+            expected = {*json.loads(index.read_text())["weight_map"].values()}
+        # not also other copies of the weights, of which the reader would take both
+        if {path.name for path in folder.glob("*.safetensors")} == expected:
+            reader = dcp.HuggingFaceStorageReader(str(folder))
+            saved = reader.read_metadata().state_dict_metadata
+    fits = {name: tensor.shape for name, tensor in state.items()} == {name: t.size for name, t in saved.items()}
+    plain = {torch.float32, torch.bfloat16, torch.float16}
+    if not all(gather_objects(fits and plain.issuperset(t.properties.dtype for t in saved.values()))):
+        return False
+    with on_all_ranks(failed):
+        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    return True
+
+
+def draw_full_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """The whole model on the CPU in float32, with random weights as Transformers draws them."""
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+
+
+def read_full_model(source: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """The whole trained model on the CPU in float32. Raises ValueError if the weights lack some of it."""
+    options = {"config": copy.deepcopy(config), "dtype": torch.float32, "output_loading_info": True}
+    model, info = AutoModelForCausalLM.from_pretrained(source, **options)
+    if missing := info["missing_keys"]:
+        raise ValueError(f"they lack {len(missing)} tensors, {min(missing)} among them")
+    return model.train()
+
+
+@torch.no_grad()
+def send_weights(model: nn.Module, read_weights: Callable, source: str, group: ProcessGroup | None) -> None:
+    """The general way: rank 0 reads the whole model on the CPU and sends one tensor at a time. A collective."""
+    persistent, full_tensors = model.state_dict().keys(), {}
+    targets = dict(model.named_parameters()) | {k: buffer for k, buffer in model.named_buffers() if k in persistent}
+    with on_all_ranks(f"the weights of {source} cannot be loaded", group):
+        if get_rank() == 0:
+            full_tensors = read_weights().state_dict()
+            if lacking := sorted(targets.keys() - full_tensors.keys()):
+                raise ValueError(f"they lack {lacking[0]}")
+            for alias, name in tied_names(model).items():
+                if alias in full_tensors and not torch.equal(full_tensors[alias], full_tensors[name]):
+                    raise ValueError(
+                        f"{alias} differs from {name}, but the config ties them: tie_word_embeddings false"
+                    )
+    for name, target in targets.items():
+        place = {"dtype": target.dtype, "device": target.device}
+        full = torch.empty(target.shape, **place)
+        if get_rank() == 0:
+            full = full_tensors.pop(name).to(**place).contiguous()
+        if dist.is_initialized():
+            dist.broadcast(full, src=0)
+        if isinstance(target, DTensor):
+            # src_data_rank=None: each rank cuts its own shard, nothing more is sent
+            full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+        target.copy_(full)
 
 
 # ---- 4 plans: tensor parallel, then FSDP -----------------------------------------------------------------------------
@@ -888,123 +967,14 @@ def build_model(
     return model
 
 
-def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Give a cut model storage, garbage in its parameters, and the right values in buffers that no file holds."""
-    model.to_empty(device=device)  # only this rank's shards
-    model.tie_weights()  # to_empty gave each name of a tied parameter a tensor of its own
-    named = [(module, *item) for module in model.modules() for item in module.named_parameters(recurse=False)]
-    for module, name, parameter in named:  # plain ones without data, for some families write to them as to no DTensor
-        module.__dict__[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        # transformers' own mark: what bears it is not initialized again
-        module.__dict__[name]._is_hf_initialized = parameter._is_hf_initialized = True
-    model.initialize_weights()  # so this fills the buffers only, such as rotary frequencies
-    for module, name, _ in named:
-        del module.__dict__[name]
-
-
-@torch.no_grad()
-def copy_from_rank(source: int, full: Tensor | None, target: Tensor) -> None:
-    """Copy a whole tensor, which rank `source` alone has, into what each rank holds of it. A collective."""
-    device, dtype = target.device, target.dtype
-    full = torch.empty(target.shape, dtype=dtype, device=device) if full is None else full.to(device, dtype)
-    if dist.is_initialized():
-        dist.broadcast(full.contiguous(), src=source)
-    if isinstance(target, DTensor):
-        # src_data_rank=None: each rank cuts its own shard, nothing more is sent
-        full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
-    target.copy_(full)
-
-
-def init_weights(model: PreTrainedModel, config: PreTrainedConfig, seed: int) -> None:
-    """Random weights as Transformers draws them, the same in every mesh. A collective.
-
-    One decoder layer at a time is whole, on one rank that draws it and sends it to the others; the ranks take turns.
-    """
-    rank, ranks = get_rank(), get_world_size()
-    with torch.device("meta"):
-        twin = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).train()  # never cut
-    prefixes = {module: f"{name}." if name else "" for name, module in twin.named_modules()}
-    units = [{*layer.modules()} for layer in find_decoder_layers(twin)]
-    units.append(prefixes.keys() - set().union(*units))
-    targets, is_whole = dict(model.named_parameters()), True
-    for i, unit in enumerate(units):
-        owner = i % ranks
-        if owner == rank:
-            torch.manual_seed(seed + 1_000_003 * i)
-            for module in prefixes:
-                module._is_hf_initialized = module not in unit  # transformers' own mark, as above
-            for module in unit:
-                module.to_empty(device="cpu", recurse=False)
-                for parameter in module.parameters(recurse=False):
-                    parameter.data.fill_(math.nan)
-            twin.initialize_weights()
-            is_whole &= not any(p.isnan().any() for module in unit for p in module.parameters(recurse=False))
-        for module in sorted(unit, key=prefixes.get):
-            for name, full in module.named_parameters(recurse=False):
-                if (target := targets.get(prefixes[module] + name)) is not None:  # None: the other name of a tied one
-                    copy_from_rank(owner, full if owner == rank else None, target)
-            module.to_empty(device="meta", recurse=False)
-    if not all(gather_objects(is_whole)):  # some parameters keep what their constructor gives them: the general way
-
-        def draw() -> PreTrainedModel:
-            torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
-
-        send_weights(model, draw, "the seed", None)
-
-
-def read_safetensors(model: PreTrainedModel, folder: Path) -> bool:
-    """Read what each rank holds straight from a folder's safetensors; False if they need a conversion. A collective.
-
-    That is so where names or shapes are not the model's, or values are not plain floating-point numbers: then nothing
-    is read, and Transformers has to load the folder.
-    """
-    failed, tied, saved = f"the weights of {folder} cannot be loaded", tied_names(model), {}
-    state = {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in tied}
-    with on_all_ranks(failed):
-        files = {path.name for path in folder.glob("*.safetensors")}
-        if (index := folder / "model.safetensors.index.json").is_file():
-            expected = {*json.loads(index.read_text())["weight_map"].values()}
-        else:
-            expected = {"model.safetensors"}
-        if files == expected:  # not also other copies of the weights, of which the reader would take both
-            reader = dcp.HuggingFaceStorageReader(str(folder))
-            saved = reader.read_metadata().state_dict_metadata
-    plain = (torch.float32, torch.bfloat16, torch.float16)
-    fits = {name: tuple(t.shape) for name, t in state.items()}.items() <= {
-        (name, tuple(entry.size)) for name, entry in saved.items() if entry.properties.dtype in plain
-    } and saved.keys() <= state.keys()
-    if not all(gather_objects(fits)):
-        return False
-    with on_all_ranks(failed):
-        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
-    return True
-
-
-def send_weights(model: nn.Module, read_weights: Callable, source: str, group: ProcessGroup | None) -> None:
-    """The general way: rank 0 reads the whole model on the CPU and sends one tensor at a time. A collective."""
-    full_tensors = {}
-    with on_all_ranks(f"the weights of {source} cannot be loaded", group):
-        if get_rank() == 0:
-            full_tensors = read_weights().state_dict()
-            if lacking := sorted({name for name, _ in model.named_parameters()} - full_tensors.keys()):
-                raise ValueError(f"they lack {lacking[0]}")
-            for alias, name in tied_names(model).items():
-                if alias in full_tensors and not torch.equal(full_tensors[alias], full_tensors[name]):
-                    raise ValueError(
-                        f"{alias} differs from {name}, but the config ties them: tie_word_embeddings false"
-                    )
-    persistent = model.state_dict().keys()
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
-    for name, target in (*model.named_parameters(), *buffers):
-        copy_from_rank(0, full_tensors.pop(name, None), target)
-
-
 # ---- 5 attention: sequence shards, context-parallel attention --------------------------------------------------------
 
 
 def shard_sequence(full: Tensor, cp_rank: int, cp_size: int, dim: int = 1) -> Tensor:
-    """Keep chunks r and 2cp-1-r of 2cp: causal work is then equal. At cp = 2 rank 0 has chunks 0, 3; rank 1: 1, 2."""
+    """The chunks cp_rank and 2cp-1-cp_rank of 2cp, (B, S) -> (B, S/cp): so all ranks have the same causal work.
+
+    At cp = 2 and S = 16, rank 0 has tokens 0 to 3 and 12 to 15, rank 1 has tokens 4 to 11.
+    """
     if cp_size == 1:
         return full
     chunks = full.chunk(2 * cp_size, dim)
@@ -1027,16 +997,16 @@ def describe_mask(mask_function: Callable, local_size: int | None = None, **kwar
 
 
 def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> Callable:
-    """Attention over the whole sequence, of which each rank holds two chunks; `register_attention` makes models use it.
+    """Attention over the whole sequence, of which each rank holds the two chunks of `shard_sequence`.
 
     Keys and values are gathered along the sequence (they are small under grouped-query attention), queries stay, and
     each chunk of them runs attention on what it can see: the method of Llama 3, arXiv 2407.21783, section 3.3.2.
     `.positions`, (B, S), keeps attention within documents: the position of each token in its own one. A module that
-    calls it gets the attribute `has_called`.
+    calls it gets the attribute `has_called`. For another attention, change what the loop does with q, k and v.
     """
     cp_rank, cp_size = (cp_mesh.get_local_rank(), cp_mesh.size()) if cp_mesh is not None else (0, 1)
     chunks = (cp_rank, 2 * cp_size - 1 - cp_rank) if cp_size > 1 else (0,)
-    length = seq_len // (2 * cp_size) if cp_size > 1 else seq_len
+    length = seq_len // cp_size // len(chunks)
     lower_right = {chunk: causal_lower_right(1, 2) for chunk in chunks}  # made here: under compile they cannot be
     for chunk, bias in lower_right.items():  # their constructor would take memory for twice what they mask
         bias.seq_len_q, bias.seq_len_kv = length, (chunk + 1) * length
@@ -1046,7 +1016,7 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> Call
         query: Tensor,  # (B, heads, S/cp, D)
         key: Tensor,  # (B, kv heads, S/cp, D)
         value: Tensor,  # (B, kv heads, S/cp, D of values)
-        attention_mask: tuple[Callable, int | None],
+        attention_mask: tuple[Callable, int | None],  # from `describe_mask`
         scaling: float | None = None,
         dropout: float = 0.0,
         **kwargs,
@@ -1057,34 +1027,31 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> Call
         others = {name for name, value in kwargs.items() if isinstance(value, Tensor)} - {"position_ids", "s_aux"}
         if others or {query.shape[2] * cp_size, key.shape[2] * cp_size} != {seq_len}:
             raise ValueError(f"attention with {', '.join(others) or 'other queries or keys than those of the tokens'}")
-        can_see, local_size = attention_mask
-        is_plain = can_see is causal_mask_function or (local_size or 0) >= seq_len
+        sees, window = attention_mask
+        is_plain = sees is causal_mask_function or (window or 0) >= seq_len
         is_plain &= all(kwargs.get(name) is None for name in ("softcap", "s_aux")) and attention.positions is None
-        key_value = torch.cat([key, value], dim=-1)  # (B, kv heads, S/cp, both D)
+        key_value = torch.cat([key, value], dim=-1)  # one collective for both
         key_value = gather_sequence_shards(key_value, cp_mesh, dim=2) if cp_size > 1 else key_value
+        key, value = key_value.split([key.shape[-1], value.shape[-1]], dim=-1)  # (B, kv heads, S, ...)
         outputs = []
-        for chunk, q in zip(chunks, query.split(length, dim=2)):
+        for chunk, q in zip(chunks, query.split(length, dim=2)):  # (B, heads, length, D)
             begin, end = chunk * length, (chunk + 1) * length
-            first = max(0, begin - local_size + 1) if local_size else 0  # what lies before is not computed on
-            k, v = key_value[:, :, first:end].split([key.shape[-1], value.shape[-1]], dim=-1)
-            if is_plain:
-                mask = None  # on CUDA a kernel knows what is masked, on the CPU the layers share one mask
-                if begin > 0:
-                    ranges = (begin, end), (0, end)
-                    mask = lower_right[chunk] if q.is_cuda else build_mask(can_see, None, *ranges, q.device, q.dtype)
+            first = max(0, begin - window + 1) if window else 0  # what lies before is not computed on
+            k, v = key[:, :, first:end], value[:, :, first:end]
+            mask_of = sees, attention.positions, range(begin, end), range(first, end), q.device
+            if is_plain:  # on CUDA a kernel knows what is masked, on the CPU the layers share one mask
+                mask = None if begin == 0 else lower_right[chunk] if q.is_cuda else build_mask(*mask_of, q.dtype)
                 options = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1], "dropout_p": dropout}
-                output = F.scaled_dot_product_attention(q, k, v, mask, is_causal=begin == 0, **options)
-                outputs.append(output.transpose(1, 2))
-                continue
-            # masks, caps and sinks as Transformers has them: FlexAttention, which never has the whole mask in memory,
-            # or the family's own eager attention; that is on the CPU, and for dropout
-            is_sparse = q.is_cuda and not dropout
-            options = (q.device, None if is_sparse else q.dtype)
-            mask = build_mask(can_see, attention.positions, (begin, end), (first, end), *options)
-            eager = sys.modules[type(module).__module__].eager_attention_forward
-            forward = transformers.AttentionInterface()["flex_attention"] if is_sparse else eager
-            outputs.append(forward(module, q, k, v, mask, scaling=scaling, dropout=dropout, **kwargs)[0])
-        return torch.cat(outputs, dim=1), None  # (B, S/cp, heads, D)
+                output = F.scaled_dot_product_attention(q, k, v, mask, is_causal=begin == 0, **options).transpose(1, 2)
+            elif q.is_cuda and not dropout:  # other masks, caps and sinks, and never the whole mask in memory
+                forward = transformers.AttentionInterface()["flex_attention"]
+                output = forward(module, q, k, v, build_mask(*mask_of, None), scaling=scaling, **kwargs)[0]
+            else:  # the same in the family's own code, with a mask
+                forward = sys.modules[type(module).__module__].eager_attention_forward
+                mask = build_mask(*mask_of, q.dtype)
+                output = forward(module, q, k, v, mask, scaling=scaling, dropout=dropout, **kwargs)[0]
+            outputs.append(output)  # (B, length, heads, D of values)
+        return torch.cat(outputs, dim=1), None
 
     attention.positions = None
     return attention
@@ -1098,73 +1065,79 @@ def register_attention(attention: Callable) -> None:
 
 @functools.lru_cache(maxsize=4)  # the layers of a forward share it: two chunks, two kinds of layers
 def build_mask(
-    can_see: Callable,
-    positions: Tensor | None,
-    queries: tuple[int, int],
-    keys: tuple[int, int],
-    device: torch.device,
-    dtype: torch.dtype | None,
+    sees: Callable, places: Tensor | None, queries: range, keys: range, device: torch.device, dtype: torch.dtype | None
 ) -> Tensor | BlockMask:
-    """What ranges of queries see of ranges of keys: (1 or B, 1, Q, K), 0 or lowest; without dtype a block mask."""
+    """What these queries see of these keys of a sequence: (1 or B, 1, Q, K), 0 or lowest; without dtype a block mask.
+
+    `sees` tells it of places in a document, which `places`, (B, S), has for each token, or of places in the sequence.
+    """
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        q, k = q + queries[0], k + keys[0]
-        if positions is None:
-            return can_see(b, h, q, k)
-        q_place, k_place = positions[b, q], positions[b, k]
-        return can_see(b, h, q_place, k_place) & (q - q_place == k - k_place)  # both documents begin at one token
+        q, k = q + queries.start, k + keys.start
+        if places is None:
+            return sees(b, h, q, k)
+        q_place, k_place = places[b, q], places[b, k]
+        return sees(b, h, q_place, k_place) & (q - q_place == k - k_place)  # both documents begin at one token
 
-    sizes = (1 if positions is None else len(positions), 1, queries[1] - queries[0], keys[1] - keys[0])
+    sizes = (1 if places is None else len(places), 1, len(queries), len(keys))
     if dtype is None:  # compiled, so that no Q x K mask is in memory in between
         return torch.compile(create_block_mask)(visible, sizes[0], None, *sizes[2:], device)
-    shapes = [[-1 if i == dim else 1 for i in range(4)] for dim in range(4)]
-    mask = visible(*(torch.arange(n, device=device).view(shape) for n, shape in zip(sizes, shapes)))
+    b, h, q, k = (torch.arange(size, device=device) for size in sizes)
+    mask = visible(b[:, None, None, None], h[:, None, None], q[:, None], k)
     return torch.zeros(sizes, device=device, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documents: bool = False) -> None:
-    """Refuse a model whose attention `context_parallel_attention` cannot stand for: it runs one on meta, and looks."""
-    by_attention_alone = cp > 1 or has_documents  # then nothing else may mix tokens
+def find_obstacle(config: PreTrainedConfig, seq_len: int, cp: int, has_documents: bool) -> str | None:
+    """What `context_parallel_attention` cannot stand for, if anything, in a config, its modules, and a run on meta.
+
+    The run raises ValueError for what attention itself refuses, and RuntimeError where the model cannot be on meta.
+    """
+    by_attention_alone = cp > 1 or has_documents  # then nothing else may mix tokens, or depend on other positions
+    text_config = config.get_text_config()
+    floor = text_config.floor_scale if getattr(text_config, "attn_temperature_tuning", False) else math.inf
+    if by_attention_alone and seq_len >= floor:  # Llama 4 counts the positions for it by itself
+        return f"attention that is scaled by the position from {floor} tokens on"
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    for kind in (rope,) if "rope_type" in rope else filter(None, rope.values()):  # of all, or by kinds of layers
+        limit = kind.get("original_max_position_embeddings") or getattr(text_config, "max_position_embeddings", 0)
+        if by_attention_alone and kind.get("rope_type") in ("dynamic", "longrope") and seq_len > limit:
+            # its frequencies depend on the largest position that a rank happens to hold
+            return f"{kind['rope_type']} rotary embeddings beyond {limit} positions"
     attention = context_parallel_attention(None, seq_len)
     register_attention(attention)
     options = {"attn_implementation": "context_parallel", "experts_implementation": "batched_mm"}  # which runs on meta
-    ids, reason = torch.zeros((1, seq_len), dtype=torch.int64, device="meta"), None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options).train()
+        ids = torch.zeros((1, seq_len), dtype=torch.int64)
+    if not model._can_set_attn_implementation():  # private, but nothing public tells whether it will be called
+        return "attention that Transformers cannot replace"
+    tables = {m for m in model.modules() if isinstance(m, nn.Embedding)} - {model.get_input_embeddings()}
+    if any(table.padding_idx is not None for table in tables):
+        return "positions, or other embeddings, that depend on padding"
+    if by_attention_alone and any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return "convolutions along the sequence"
+    attention.positions = ids if has_documents else None
+    with torch.device("meta"), torch.no_grad():
+        model(input_ids=ids, position_ids=ids, attention_mask=ids + 1, use_cache=False)
+    calls = [any(hasattr(m, "has_called") for m in layer.modules()) for layer in find_decoder_layers(model)]
+    if by_attention_alone and not all(calls):
+        return "layers that mix tokens by other means than attention"
+    return None
+
+
+def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documents: bool = False) -> None:
+    """Refuse a model whose attention `context_parallel_attention` cannot stand for."""
     try:
-        with torch.device("meta"), torch.no_grad():
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options).train()
-            if not model._can_set_attn_implementation():  # private, but nothing public tells whether it will be called
-                raise ValueError("attention that Transformers cannot replace")
-            tables = {m for m in model.modules() if isinstance(m, nn.Embedding)} - {model.get_input_embeddings()}
-            if any(table.padding_idx is not None for table in tables):
-                raise ValueError("positions, or other embeddings, that depend on padding")
-            if by_attention_alone and any(isinstance(module, nn.Conv1d) for module in model.modules()):
-                raise ValueError("convolutions along the sequence")
-            attention.positions = ids if has_documents else None
-            model(input_ids=ids, position_ids=ids, attention_mask=ids + 1, use_cache=False)
-            if by_attention_alone and any(
-                not any(hasattr(m, "has_called") for m in layer.modules()) for layer in find_decoder_layers(model)
-            ):
-                raise ValueError("layers that mix tokens by other means than attention")
+        reason = find_obstacle(config, seq_len, cp, has_documents)
     except ValueError as error:
         reason = first_line(error)
     except RuntimeError:
-        pass  # not everything runs on meta: what is left to see is seen in the first step
+        reason = None  # not everything runs on meta: what is left to see is seen in the first step
     except Exception as error:
         reason = f"attention with a mask of its own ({first_line(error, 80)})"
-    family, config = config.model_type, config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    for kind in (rope,) if "rope_type" in rope else filter(None, rope.values()):  # of all, or by kinds of layers
-        limit = kind.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
-        if by_attention_alone and kind.get("rope_type") in ("dynamic", "longrope") and seq_len > limit:
-            # its frequencies depend on the largest position that a rank happens to hold
-            reason = f"{kind['rope_type']} rotary embeddings beyond {limit} positions"
-    floor = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
-    if by_attention_alone and floor is not None and seq_len >= floor:
-        # Llama 4 scales queries by positions that it counts itself
-        reason = f"attention that is scaled by the position from {floor} tokens on"
-    if reason:
+    if reason is not None:
         mode = "--document_mask" if has_documents else f"cp_size {cp}" if cp > 1 else "tp_size above 1"
-        fail(f"{family} has {reason}, which {mode} cannot express; cp and tp 1 without it would work")
+        fail(f"{config.model_type} has {reason}, which {mode} cannot express; cp and tp 1 without it would work")
 
 
 # ---- 6 data ----------------------------------------------------------------------------------------------------------
@@ -1172,43 +1145,41 @@ def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documen
 
 def read_documents(
     dataset_name: str, text_column: str, config: str | None = None, split: str = "train"
-) -> tuple[str, Iterator[list[str]], int, bool]:
-    """Open a text dataset: its fingerprint, batches of texts, their number, and whether each text is a document."""
+) -> tuple[Any, str, bool]:
+    """Open a text dataset. Returns it, the column with the texts, and whether each of them is a document."""
     import datasets  # 1 s, and only one rank of a machine needs it
 
-    path, builders = Path(dataset_name), {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv"}
-    builders |= {".parquet": "parquet"}
-    files = sorted(str(file) for file in path.rglob("*.txt")) if path.is_dir() else [dataset_name]
-    # else a line, so that a file of any size streams; all are one document
-    is_document = not files or Path(files[0]).suffix != ".txt"
+    path, column, is_document = Path(dataset_name), text_column, True
+    builders = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    text_files = sorted(str(file) for file in path.rglob("*.txt")) if path.is_dir() else [dataset_name]
     if path.is_file() and path.stat().st_size == 0:
         raise ValueError("it is empty")
     if dataset_name == "stdlib":
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-        data = datasets.Dataset.from_dict({text_column: texts})
-    elif builder := builders.get(path.suffix) if is_document else "text":
-        options = {} if is_document else {"keep_linebreaks": True}
-        data = datasets.load_dataset(builder, data_files=files, split="train", **options)
+        data = datasets.Dataset.from_dict({column: texts})
+    elif text_files and text_files[0].endswith(".txt"):  # by lines, so that files of any size stream; all one document
+        data = datasets.load_dataset("text", data_files=text_files, split="train", keep_linebreaks=True)
+        column, is_document = "text", False
+    elif builder := builders.get(path.suffix):
+        data = datasets.load_dataset(builder, data_files=[dataset_name], split="train")
     elif path.is_file():
-        raise ValueError(f"the name of a file must end in one of {', '.join(builders)}")
+        raise ValueError(f"the name of a file must end in one of .txt, {', '.join(builders)}")
     else:
         data = datasets.load_dataset(dataset_name, config, split=split)
-    column = text_column if is_document else "text"
     if column not in data.column_names:
         raise ValueError(f"it has no column {column}, but {', '.join(data.column_names)}; see --text_column")
-    batches = (batch[column] for batch in data.iter(batch_size=1000))
-    # private, but there is no public name for what the library itself uses to tell two datasets apart
-    return data._fingerprint, batches, math.ceil(len(data) / 1000), is_document
+    return data, column, is_document
 
 
 def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Path:
     """Write all tokens of a dataset, documents end to end, to one file in the datasets cache, unless it is there."""
     import datasets
 
-    fingerprint, batches, total, is_document = read_documents(dataset_name, text_column, **options)
+    data, column, is_document = read_documents(dataset_name, text_column, **options)
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())) + repr(tokenizer.init_kwargs) + repr(tokenizer)
-    key = hashlib.sha256(f"1 {fingerprint} {text_column} {vocabulary}".encode()).hexdigest()[:32]
+    # private, but there is no public name for what the library itself uses to tell two datasets apart
+    key = hashlib.sha256(f"1 {data._fingerprint} {text_column} {vocabulary}".encode()).hexdigest()[:32]
     dtype = "uint16" if max(tokenizer.get_vocab().values()) < 2**16 else "uint32"
     path = Path(datasets.config.HF_DATASETS_CACHE) / "3d_parallel" / f"{key}.{dtype}"
     if path.exists():
@@ -1217,8 +1188,8 @@ def tokenize_to_file(dataset_name: str, text_column: str, tokenizer: PreTrainedT
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None and is_document else []
     # in a folder beside it, so that under its name there is either nothing or all of it
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, (Path(folder) / path.name).open("wb") as file:
-        for texts in tqdm(batches, total=total, desc="tokenizing", unit="batch"):
-            texts = [text for text in texts if text] if is_document else ["".join(texts)]
+        for batch in tqdm(data.iter(1000), total=math.ceil(len(data) / 1000), desc="tokenizing", unit="batch"):
+            texts = [text for text in batch[column] if text] if is_document else ["".join(batch[column])]
             # not verbose: a document longer than the model's context is no fault, it is cut into sequences
             tokens = tokenizer(texts, add_special_tokens=is_document, verbose=False)["input_ids"] if texts else []
             for ids in tokens:
@@ -1238,10 +1209,8 @@ def prepare_tokens(
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> np.ndarray:
-    """Tokenize once per machine; return all tokens as a read-only array on disk. A collective over `group`.
-
-    `options` are `config` and `split` of `read_documents`.
-    """
+    """All tokens as a read-only array on disk, which one rank of each machine writes. A collective over `group`.
+    `options` are `config` and `split` of `read_documents`."""
     path, local_rank = None, int(os.environ.get("LOCAL_RANK", 0))
     works = "give 'stdlib', a .txt, .jsonl, .parquet or .csv file, a folder, or a hub id that can be reached"
     with on_all_ranks(f"--dataset_name {dataset_name} cannot be read, {works}", group):
@@ -1251,13 +1220,13 @@ def prepare_tokens(
     return np.memmap(path, mode="r", dtype=path.rsplit(".", 1)[-1])
 
 
-def split_data(num_tokens: int, args: Config) -> tuple[int, range]:
+def split_data(dataset_name: str, num_tokens: int, seq_len: int, with_evaluation: bool) -> tuple[int, range]:
     """How many sequences there are to train on, and which are held out: the last 1 %, but no more than 256."""
-    sequences = (num_tokens - 1) // args.seq_len
+    sequences = (num_tokens - 1) // seq_len
     if sequences < 1:
-        fail(f"{args.dataset_name} has {num_tokens} tokens, too few for one sequence of --seq_len {args.seq_len}")
-    if args.eval_every and sequences < 100:
-        fail(f"{args.dataset_name} has only {sequences} sequences; --eval_every holds out 1 %, so it needs 100")
+        fail(f"{dataset_name} has {num_tokens} tokens, too few for one sequence of --seq_len {seq_len}")
+    if with_evaluation and sequences < 100:
+        fail(f"{dataset_name} has only {sequences} sequences; --eval_every holds out 1 %, so it needs 100")
     trained = sequences - min(sequences // 100, 256)  # an evaluation must stay short beside the steps
     return trained, range(trained, sequences)
 
@@ -1288,13 +1257,14 @@ def shard_batch(
     device: torch.device,
     document_end: int | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Cut a global batch, (B, S), into this rank's micro-batches: dp takes rows, cp two chunks, tp gets the same.
+    """Cut a global batch, (B, S), into this rank's micro-batches, (micro_batch_size, S/cp): dp takes rows, cp the two
+    chunks of `shard_sequence`, all of tp the same.
 
     With `document_end`, the token that ends a document, positions begin anew after it, attention stays within a
     document, for which each rank has the positions of whole rows, and the end has no label.
     """
-    places = [(mesh.get_local_rank(axis), mesh[axis].size()) if mesh is not None else (0, 1) for axis in ("dp", "cp")]
-    (dp_rank, dp), (cp_rank, cp) = places
+    dp_rank, dp = (mesh.get_local_rank("dp"), mesh["dp"].size()) if mesh is not None else (0, 1)
+    cp_rank, cp = (mesh.get_local_rank("cp"), mesh["cp"].size()) if mesh is not None else (0, 1)
     positions = torch.arange(inputs.shape[1]).expand_as(inputs)
     if document_end is not None:
         starts = F.pad(inputs[:, :-1] == document_end, (1, 0)) * positions
@@ -1311,19 +1281,19 @@ def shard_batch(
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """A loss that is summed over chunks of the sequence, each with its gradient at once: only one chunk's logits are
-    in memory at a time, and nothing is computed twice. `apply_chunked_loss` uses it."""
+    """The sum of `loss_of(hidden, labels)` over chunks of the sequence. Its forward computes the gradients as well, one
+    chunk after the other: only one chunk's logits are in memory at a time, and nothing is computed twice."""
 
     @staticmethod
     def forward(
         ctx: Any,
         loss_of: Callable[[Tensor, Tensor], Tensor],
         hidden: Tensor,  # (B, S/tp, H)
-        labels: Tensor,  # (B, tp, S/tp)
+        labels: Tensor,  # (B, tp, S/tp): the head gathers a chunk over tp, so its labels are a piece of each slice
         num_chunks: int,
-        has_grad: bool,
-        *parameters: Tensor,
+        *parameters: Tensor,  # what else gets a gradient
     ) -> Tensor:
+        has_grad = any(ctx.needs_input_grad)
         total, hidden_grads, sums = 0, [], [None] * len(parameters)
         for chunk, chunk_labels in zip(hidden.chunk(num_chunks, 1), labels.chunk(num_chunks, 2)):
             chunk = chunk.detach().requires_grad_(has_grad)
@@ -1335,7 +1305,7 @@ class ChunkedLoss(torch.autograd.Function):
                 if grad is not None:  # summed in float32, whatever they are computed in
                     sums[i] = grad.float() if sums[i] is None else sums[i].add_(grad)
             grad = grads = None  # else those of the head would live on until the next chunk has its own
-        ctx.grads = [torch.cat(hidden_grads, 1), None, None, None, *sums] if has_grad else None
+        ctx.grads = [torch.cat(hidden_grads, 1), None, None, *sums] if has_grad else None
         return total
 
     @staticmethod
@@ -1347,24 +1317,24 @@ class ChunkedLoss(torch.autograd.Function):
 class SumCrossEntropy(torch.autograd.Function):
     """The sum of the cross entropy over labels (N,) that are not -100, in float32; `apply` takes what `forward` does.
 
-    Logits are (N, V), under tp this rank's (N, V/tp): then ranks exchange the highest logit of each token, and with one
-    more call the sum of the exponents and the logit of the label. Megatron-LM, arXiv 1909.08053, section 3. Of the
-    logits there is one float32 copy, which becomes their gradient; autograd's own would take three.
+    Logits are (N, V), under tp this rank's (N, V/tp), from entry `first` on: then the ranks of `group` exchange the
+    highest logit of each token, and with one more call the sum of the exponents and the logit of the label, as in
+    Megatron-LM, arXiv 1909.08053, section 3. A float32 copy of the logits becomes their gradient;
+    autograd's own would take three.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, tp_mesh: DeviceMesh | None, vocab_size: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: ProcessGroup | None) -> Tensor:
         highest, is_label = logits.amax(dim=-1).float(), labels != -100
-        if tp_mesh is not None:
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group=tp_mesh.get_group())
-            labels = labels - rows_of_rank(vocab_size, tp_mesh.size()) * tp_mesh.get_local_rank()
-        is_here = (labels >= 0) & (labels < logits.shape[-1])
-        index = labels.where(is_here, 0)[:, None]
-        exponents = logits - highest[:, None]  # float32
+        if group is not None:
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        is_here = (labels >= first) & (labels < first + logits.shape[-1])
+        index = (labels - first).where(is_here, 0)[:, None]
+        exponents = logits - highest[:, None]  # (N, V/tp), float32
         chosen = exponents.gather(-1, index).squeeze(-1).where(is_here, 0)
-        parts = torch.stack([exponents.exp_().sum(dim=-1), chosen])
-        if tp_mesh is not None:
-            dist.all_reduce(parts, group=tp_mesh.get_group())
+        parts = torch.stack([exponents.exp_().sum(dim=-1), chosen])  # (2, N)
+        if group is not None:
+            dist.all_reduce(parts, group=group)
         sums, chosen = parts
         ctx.saved, ctx.dtype = (exponents, sums, index, is_here, is_label), logits.dtype
         return ((sums.log() - chosen) * is_label).sum()
@@ -1377,19 +1347,28 @@ class SumCrossEntropy(torch.autograd.Function):
         return grad.to(ctx.dtype), None, None, None
 
 
+def with_hidden(output: transformers.utils.ModelOutput, hidden: Tensor) -> transformers.utils.ModelOutput:
+    """A decoder's output with other hidden states, and without the logits of routers, for which a head has a loss."""
+    kept = {name: value for name, value in output.items() if name not in ("last_hidden_state", "router_logits")}
+    return type(output)(last_hidden_state=hidden, **kept)
+
+
 def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None) -> None:
     """Let `model(..., shifted_labels=labels)` return a loss and no logits, which then never exist as a whole.
 
-    It returns the `SumCrossEntropy` of labels (B, S), and the logits of routers if the config asks for them, (tokens,
-    experts) for each layer. The decoder runs once, what follows it in the model's own forward once for each of up to 16
-    chunks of the sequence. Under tp a chunk has a piece of each rank's tokens.
+    It returns the sum of `SumCrossEntropy` over labels (B, S), which `train_step` divides by the number of labels of
+    the whole step, and the logits of routers, (tokens, experts) for each layer, if the config asks for them.
+    What a family does between decoder and logits is only in its own forward, which is therefore called many times,
+    each time with something else in place of the decoder:
+        once             own forward -> `decode`: the decoder, whose output is kept; it hands on one token -> head
+        for each chunk   own forward -> that chunk of the kept hidden states -> head -> `SumCrossEntropy`, gradients
     """
     decoder, own_forward, tp = find_decoder(model), model.forward, 1 if tp_mesh is None else tp_mesh.size()
     if decoder is model:  # the model names none: the child that has the layers
         decoder = next(child for child in model.children() if find_decoder_layers(model)[0] in {*child.modules()})
-    inside = {*decoder.modules()}
-    after = [module for module in model.modules() if module not in inside]
-    vocab_size = model.get_output_embeddings().out_features if tp > 1 else 0
+    after = {*model.modules()} - {*decoder.modules()}
+    rows = rows_of_rank(model.get_output_embeddings().out_features, tp) if tp > 1 else 0
+    first, group = (rows * tp_mesh.get_local_rank(), tp_mesh.get_group()) if tp > 1 else (0, None)
 
     @functools.wraps(own_forward)  # some of transformers looks at its signature
     def forward(*args: Any, shifted_labels: Tensor | None = None, **kwargs: Any) -> Any:
@@ -1397,42 +1376,37 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
             return own_forward(*args, **kwargs)
         run_decoder, decoded = decoder.forward, []
 
-        def run_on(hidden: Tensor | None) -> Any:
-            """The model's own forward on these hidden states; with None it runs the decoder, and takes one token."""
-
-            def stand_in(*args: Any, **kwargs: Any) -> Any:
-                if not decoded:
-                    output = run_decoder(*args, **kwargs)
-                    if getattr(output, "last_hidden_state", None) is None:  # of some families it is the head
-                        return output
-                    decoded.append(output)
-                output = {name: value for name, value in decoded[0].items() if name != "router_logits"}
-                output["last_hidden_state"] = decoded[0].last_hidden_state[:, :1] if hidden is None else hidden
-                return type(decoded[0])(**output)
-
-            decoder.forward = stand_in
+        def run_with(stand_in: Callable) -> Any:
+            decoder.forward = stand_in  # an attribute of this one module, which hides the method
             try:
                 return own_forward(*args, **kwargs)
             finally:
                 del decoder.forward
 
-        def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-            return SumCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), tp_mesh, vocab_size)
+        def decode(*args: Any, **kwargs: Any) -> Any:
+            output = run_decoder(*args, **kwargs)
+            if getattr(output, "last_hidden_state", None) is None:  # of some families it is the head
+                return output
+            decoded.append(output)
+            return with_hidden(output, output.last_hidden_state[:, :1])
 
-        def loss_of_hidden(hidden: Tensor, labels: Tensor) -> Tensor:
-            return loss_of(run_on(hidden).logits, labels)
+        def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+            return SumCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), first, group)
 
-        output, has_grad = run_on(None), torch.is_grad_enabled()
+        def loss_of_hidden(hidden: Tensor, labels: Tensor) -> Tensor:  # of a chunk: (B, C/tp, H) and (B, C)
+            output = run_with(lambda *args, **kwargs: with_hidden(decoded[0], hidden))
+            return loss_of_logits(output.logits, labels)
+
+        output = run_with(decode)
         if not decoded or output.logits.shape[1] != tp:
             # the model goes another way: these are the logits of all tokens
-            return ChunkedLoss.apply(loss_of, output.logits, shifted_labels[:, None], 1, has_grad), ()
+            return ChunkedLoss.apply(loss_of_logits, output.logits, shifted_labels[:, None], 1), ()
         hidden, labels = decoded[0].last_hidden_state, shifted_labels.unflatten(1, (tp, -1))
         # the head's gradient is added up once a chunk: with few tokens that takes as long as the products
         num_chunks = 16 if labels.numel() >= 2048 else max(1, labels.numel() // 256)
-        parameters = {p for module in after for p in module.parameters(False) if p.requires_grad}
-        loss = ChunkedLoss.apply(loss_of_hidden, hidden, labels, num_chunks, has_grad, *parameters)
-        has_routers = getattr(output, "aux_loss", None) is not None
-        return loss, decoded[0].router_logits if has_routers else ()
+        parameters = {p for m in after for p in m.parameters(False) if p.requires_grad and torch.is_grad_enabled()}
+        loss = ChunkedLoss.apply(loss_of_hidden, hidden, labels, num_chunks, *parameters)
+        return loss, decoded[0].router_logits if getattr(output, "aux_loss", None) is not None else ()
 
     model.forward = forward
 
@@ -1483,7 +1457,9 @@ def load_balancing_loss(router_logits: tuple[Tensor, ...], counts: Tensor, rows:
     return len(counts) * (counts / rows * probabilities / rows).sum()
 
 
-# ---- 8 checkpoint ----------------------------------------------------------------------------------------------------
+# ---- 8 checkpoint: its state, save, find, load, export ---------------------------------------------------------------
+
+MANIFEST, FORMAT = "manifest.json", 1
 
 
 def init_optimizer_state(optimizer: Optimizer) -> None:
@@ -1523,35 +1499,6 @@ class AppState(Stateful):
         set_state_dict(self.model, self.optimizers, model_state_dict=model, optim_state_dict=optim)
 
 
-MANIFEST, FORMAT = "manifest.json", 1
-
-
-def checksum(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest of a checkpoint, or None if it is missing, cut short, or not as this script writes it."""
-    kinds = {"format": int, "run": str, "step": int, "tokens": int, "saved": float, "files": dict}
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        manifest = json.loads((path / MANIFEST).read_text())
-        is_good = all(isinstance(manifest[key], kind) for key, kind in kinds.items()) and manifest["step"] >= 0
-        is_good &= re.fullmatch(r"[\w.-]+", manifest["run"]) is not None  # wandb's id, too
-        entries = [manifest["files"][".metadata"], *manifest["files"].values()]
-        return manifest if is_good and all({"size", "sha256"} <= {*entry} for entry in entries) else None
-    return None
-
-
-def list_checkpoints(output_dir: Path) -> list[tuple[Path, dict[str, Any] | None]]:
-    """All checkpoints of a directory with their manifests: unreadable ones first, then the newest to the oldest."""
-    found = [(path, read_manifest(path)) for path in output_dir.glob("checkpoint_tp*_dp*_cp*") if path.is_dir()]
-    return sorted(found, key=lambda item: item[1]["saved"] if item[1] else math.inf, reverse=True)
-
-
 def save_checkpoint(
     output_dir: Path,
     model: PreTrainedModel,
@@ -1562,23 +1509,56 @@ def save_checkpoint(
     keep_last: int,
     background: tuple[ThreadPoolExecutor, AsyncStager, ProcessGroup | None] | None = None,
 ) -> Future:
-    """Save model and optimizer to `checkpoint_tp<tp>_dp<dp>_cp<cp>`; the future gives its path. A collective.
+    """Save model and optimizer to `checkpoint_tp<tp>_dp<dp>_cp<cp>`, whole or not at all. A collective.
 
-    `about` has "tp", "dp", "cp", "run", "step", "tokens", for the manifest. With `background` (thread, stager, group)
-    it returns when the stager has copied the state to host memory, and the thread does the rest over the group. Wait
-    for the future before first: the stager reuses its memory. To save more, add a key to `state` here and in
-    `load_checkpoint`.
+    Each rank writes its shards into a hidden sibling. When all have, rank 0 adds the manifest, which is `about` ("tp",
+    "dp", "cp", "run", "step", "tokens") and the size and checksum of each file, and renames it. If anything fails, all
+    ranks end with one sentence, and older checkpoints are as they were. To save more, add a key to `state` here and in
+    `load_checkpoint`. The future gives the path.
+
+    With `background` (thread, stager, group) the call returns when the stager has copied the state to host memory, and
+    the thread does the rest over the group. Wait for the future before the next call, which takes the same memory.
     """
-    app = AppState(model, optimizer)
+    app, is_main = AppState(model, optimizer), get_rank() == 0
     # called here, not by DCP: its collectives belong to this thread, and the stager takes plain dicts
     state = {"app": app.state_dict()}
-    about = {"format": FORMAT, **about, "model_type": model.config.model_type, "tied": app.tied}
-    about |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    manifest = {"format": FORMAT, **about, "model_type": model.config.model_type, "tied": app.tied}
+    manifest |= {"torch": torch.__version__, "transformers": transformers.__version__}
     # not by save_pretrained, which refuses some configs that from_pretrained has read, after hours of training
     configs = {"config.json": model.config, "generation_config.json": model.generation_config}
     texts = {name: config.to_json_string() for name, config in configs.items() if config is not None}
     final = output_dir / "checkpoint_tp{tp}_dp{dp}_cp{cp}".format(**about)
-    write = functools.partial(write_checkpoint, final, about, texts, tokenizer, keep_last)
+    failed = f"step {about['step']} could not be saved in {output_dir}"
+
+    def write(state: dict[str, Any], group: ProcessGroup | None) -> Path:
+        for left_over in output_dir.glob(".tmp_checkpoint_*") if is_main else []:
+            shutil.rmtree(left_over, ignore_errors=True)  # of a save that was killed: no other run writes here
+        temporary = final.with_name(f".tmp_{final.name}_{gather_objects(uuid.uuid4().hex, group)[0]}")
+        try:
+            with on_all_ranks(failed, group):
+                # more than one thread can lose the exception of one, and report a save that lacks half of its tensors
+                writer = dcp.FileSystemWriter(temporary, thread_count=1)
+                # the first in this block: as a collective it ends all ranks together if one of them fails
+                meta = dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+                own = [*temporary.glob(f"__{get_rank()}_*.distcp")]
+                if is_main:
+                    add_tied_names(meta, app.tied)
+                    (temporary / ".metadata").write_bytes(pickle.dumps(meta))
+                    for name, text in texts.items():
+                        (temporary / name).write_text(text)
+                    if tokenizer is not None:
+                        tokenizer.save_pretrained(temporary)
+                    own += [file for file in temporary.rglob("*") if file.is_file() and file.suffix != ".distcp"]
+                sums = {str(f.relative_to(temporary)): {"size": f.stat().st_size, "sha256": checksum(f)} for f in own}
+            files = {name: entry for part in gather_objects(sums, group) for name, entry in part.items()}
+            with on_all_ranks(failed, group):
+                if is_main:
+                    commit_checkpoint(temporary, final, manifest | {"files": files}, keep_last)
+        finally:
+            if is_main:  # what is left of a save that fails; a good one is no longer there
+                shutil.rmtree(temporary, ignore_errors=True)
+        return final
+
     if background is None:
         done: Future = Future()
         done.set_result(write(state, None))
@@ -1597,55 +1577,22 @@ def start_background(device: torch.device, timeout_s: float) -> tuple[ThreadPool
     return thread, stager, host_group(timeout_s)
 
 
-def write_checkpoint(
-    final: Path, about: dict, texts: dict, tokenizer: Any, keep_last: int, state: dict, group: ProcessGroup | None
-) -> Path:
-    """Write a state dict to the directory `final`, atomically. A collective over `group`; returns `final`.
-
-    Each rank writes its shards into a hidden sibling; then rank 0 adds the manifest (`about`, and the size and checksum
-    of each file) and renames it into place. If anything fails, all ranks end with one sentence, and older checkpoints
-    are as they were. `texts` are small files by name, that go along.
-    """
-    is_main, failed = get_rank() == 0, f"step {about['step']} could not be saved in {final.parent}"
-    for left_over in final.parent.glob(".tmp_checkpoint_*") if is_main else []:
-        shutil.rmtree(left_over, ignore_errors=True)  # of a save that was killed: no other run writes here
-    temporary = final.with_name(f".tmp_{final.name}_{gather_objects(uuid.uuid4().hex, group)[0]}")
-    try:
-        with on_all_ranks(failed, group):
-            # more than one thread can lose the exception of one, and report a save that lacks half of its tensors
-            writer = dcp.FileSystemWriter(temporary, thread_count=1)
-            # the first in this block: as a collective it ends all ranks together if one of them fails
-            dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
-            if is_main:
-                add_tied_names(temporary, about["tied"])
-                for name, text in texts.items():
-                    (temporary / name).write_text(text)
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(temporary)
-            own, shards = {}, f"__{get_rank()}_"  # as DCP names what a rank writes; all that is no shard is rank 0's
-            for file in temporary.rglob("*"):
-                if file.is_file() and (file.name.startswith(shards) or (is_main and file.suffix != ".distcp")):
-                    own[str(file.relative_to(temporary))] = {"size": file.stat().st_size, "sha256": checksum(file)}
-        files = {name: entry for part in gather_objects(own, group) for name, entry in part.items()}
-        with on_all_ranks(failed, group):
-            if is_main:
-                commit_checkpoint(temporary, final, {**about, "files": files}, keep_last)
-    finally:
-        if is_main:  # what is left of a save that fails; a good one is no longer there
-            shutil.rmtree(temporary, ignore_errors=True)
-    return final
-
-
-def add_tied_names(path: Path, tied: dict[str, str]) -> None:
-    """Point each tied name, in `.metadata`, at the bytes of the name under which they were written. Rank 0 only."""
-    metadata = dcp.FileSystemReader(path).read_metadata()
+def add_tied_names(metadata: dcp.Metadata, tied: dict[str, str]) -> None:
+    """Point each tied name at the bytes of the name under which they were written."""
     for alias, name in tied.items():
         key, written = f"app.model.{alias}", f"app.model.{name}"
         metadata.state_dict_metadata[key] = metadata.state_dict_metadata[written]
         metadata.planner_data[key] = ("app", "model", alias)
         places = [(index, place) for index, place in metadata.storage_data.items() if index.fqn == written]
         metadata.storage_data |= {dataclasses.replace(index, fqn=key): place for index, place in places}
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any], keep_last: int) -> None:
@@ -1666,7 +1613,7 @@ def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any], ke
         if aside.exists():  # another run, or this one, has been at that step before
             aside = aside.with_name(f"{aside.name}_{uuid.uuid4().hex[:8]}")
         if old["run"] != manifest["run"]:
-            print(f"{final} is of another run: moved to {aside.name}", flush=True)
+            log(f"{final} is of another run: moved to {aside.name}")
         os.rename(final, aside)
     os.rename(temporary, final)
     flush(final.parent)
@@ -1676,6 +1623,24 @@ def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any], ke
         hidden = path.with_name(f".tmp_{path.name}_{uuid.uuid4().hex[:8]}")
         os.rename(path, hidden)  # so that no half-removed one is ever seen under its name
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest of a checkpoint, or None if it is missing, cut short, or not as this script writes it."""
+    kinds = {"format": int, "run": str, "step": int, "tokens": int, "saved": float, "files": dict}
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        manifest = json.loads((path / MANIFEST).read_text())
+        is_good = all(isinstance(manifest[key], kind) for key, kind in kinds.items()) and manifest["step"] >= 0
+        is_good &= re.fullmatch(r"[\w.-]+", manifest["run"]) is not None  # wandb's id, too
+        entries = [manifest["files"][".metadata"], *manifest["files"].values()]
+        return manifest if is_good and all({"size", "sha256"} <= {*entry} for entry in entries) else None
+    return None
+
+
+def list_checkpoints(output_dir: Path) -> list[tuple[Path, dict[str, Any] | None]]:
+    """All checkpoints of a directory with their manifests: unreadable ones first, then the newest to the oldest."""
+    found = [(path, read_manifest(path)) for path in output_dir.glob("checkpoint_tp*_dp*_cp*") if path.is_dir()]
+    return sorted(found, key=lambda item: item[1]["saved"] if item[1] else math.inf, reverse=True)
 
 
 def check_files(path: Path, manifest: dict[str, Any] | None, with_checksums: bool) -> str | None:
@@ -1710,8 +1675,7 @@ def find_checkpoint(resume: str, output_dir: Path, since: float, with_checksums:
             return path, manifest
         if resume != "auto":
             fail(f"{problems[0]}; name another checkpoint, or --resume auto")
-        if get_rank() == 0:
-            print(f"skipped {path}: {problems[0]}", flush=True)
+        log(f"skipped {path}: {problems[0]}")
     return None
 
 
@@ -1723,8 +1687,8 @@ def begin_run(resume: str, output_dir: Path, with_checksums: bool) -> tuple[Path
     """
     # after a machine came or went, torchrun may count no restart, or not the same on all; but one launcher has stayed
     starts = gather_objects((os.environ.get("LAUNCH_ID"), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))))
-    ids, launched, launch = {name for name, _ in starts if name}, output_dir / ".launch.json", {}
-    restarted = any(restarts for _, restarts in starts)
+    ids, restarted = {name for name, _ in starts if name}, any(restarts for _, restarts in starts)
+    launched, launch = output_dir / ".launch.json", {}
     if get_rank() == 0:
         with contextlib.suppress(OSError, ValueError):  # there is none, or it is cut short
             launch = json.loads(launched.read_text())
@@ -1738,8 +1702,8 @@ def begin_run(resume: str, output_dir: Path, with_checksums: bool) -> tuple[Path
     found = find_checkpoint("auto", output_dir, launch["since"], with_checksums) if restarted else None
     if found is None and resume != "never":
         found = find_checkpoint(resume, output_dir, 0, with_checksums)
-    if found is None and (restarted or resume != "never") and get_rank() == 0:
-        print(f"no checkpoint to go on from in {output_dir}: the run starts at step 0", flush=True)
+    if found is None and (restarted or resume != "never"):
+        log(f"no checkpoint to go on from in {output_dir}: the run starts at step 0")
     return found or (None, {"run": launch["run"], "step": 0, "tokens": 0})
 
 
@@ -1796,17 +1760,15 @@ def read_slice(file: io.BufferedReader, start: int, entry: Any, offsets: torch.S
     """A slice of the tensor that torch.save wrote at `start` of a file: only its rows, and of these only a range."""
     part = tuple(slice(first, first + length) for first, length in zip(offsets, lengths))
     there = torch.load(entry, map_location="meta", weights_only=True)[part]  # its strides and place, no data
-    if not there.is_contiguous() and not there[0].is_contiguous():
+    runs = [there] if there.is_contiguous() else [*there]  # whole rows are one run of bytes, else each row is one
+    if not runs[0].is_contiguous():
         entry.seek(0)  # rare: read all of it, and cut
         return torch.load(entry, map_location="cpu", weights_only=True)[part]
-    # whole rows are one run of bytes, a range of columns is one run in each row
-    runs, distance = (1, 0) if there.is_contiguous() else (len(there), there.stride(0))
     data = torch.empty(there.shape, dtype=there.dtype)
-    # private: where its data begin; there is no public name for it
-    start += there.untyped_storage()._checkpoint_offset + there.storage_offset() * there.itemsize
-    for i, run in enumerate(data.view(runs, -1).view(torch.uint8).numpy()):
-        file.seek(start + i * distance * there.itemsize)
-        if file.readinto(run) != run.nbytes:
+    start += there.untyped_storage()._checkpoint_offset  # private: where its data begin; there is no public name for it
+    for run, target in zip(runs, data.view(len(runs), -1).view(torch.uint8).numpy()):
+        file.seek(start + run.storage_offset() * run.itemsize)
+        if file.readinto(target) != target.nbytes:
             raise EOFError(f"{file.name} ends too early")
     return data
 
@@ -2040,24 +2002,21 @@ def generate_text(
 
 
 def describe_run(args: Config, model: nn.Module, num_tokens: int, trained: int, held_out: range) -> None:
-    """Print each derived quantity once. Rank 0 only."""
+    """Print each derived quantity once."""
     local = [local_part(parameter) for parameter in model.parameters()]
     mebibytes = sum(4 * 4 * p.numel() for p in local) / 2**20  # with gradient and AdamW state
     step_tokens, dp = args.global_batch_size * args.seq_len, args.dp_size
     micro_batches = args.global_batch_size // dp // args.micro_batch_size
     epochs = args.num_train_steps * args.global_batch_size / trained
     size, flops = sum(p.numel() for p in model.parameters()), flops_per_token(model, args.seq_len)
-    print(f"mesh: dp {dp} x cp {args.cp_size} x tp {args.tp_size}, {get_world_size()} ranks on {local[0].device.type}")
-    print(f"model: {model.config.model_type}, {len(find_decoder_layers(model))} layers, {size:,} parameters, ", end="")
-    print(f"{flops:.3g} flop a token, {mebibytes:,.1f} MiB a rank in training")
-    print(f"step: {args.global_batch_size} x {args.seq_len} = {step_tokens:,} tokens, ", end="")
-    print(f"{micro_batches} micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size} a rank")
-    print(f"data: {num_tokens:,} tokens, {trained:,} sequences to train on, {len(held_out)} held out")
-    print(
-        f"run: {args.num_train_steps:,} steps, {args.num_train_steps * step_tokens:,} tokens, {epochs:.2g} epochs, ",
-        end="",
-    )
-    print(f"learning rate to {args.learning_rate:g} in {args.warmup_steps} steps, then down to 0", flush=True)
+    name = f"{model.config.model_type}, {len(find_decoder_layers(model))} layers, {size:,} parameters"
+    batch = f"{micro_batches} micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size}"
+    total = f"{args.num_train_steps * step_tokens:,} tokens, {epochs:.2g} epochs"
+    log(f"mesh: dp {dp} x cp {args.cp_size} x tp {args.tp_size}, {get_world_size()} ranks on {local[0].device.type}")
+    log(f"model: {name}, {flops:.3g} flop a token, {mebibytes:,.1f} MiB a rank in training")
+    log(f"step: {args.global_batch_size} x {args.seq_len} = {step_tokens:,} tokens; a rank has {batch}")
+    log(f"data: {num_tokens:,} tokens, {trained:,} sequences to train on, {len(held_out)} held out")
+    log(f"run: {args.num_train_steps:,} steps, {total}; lr up to {args.learning_rate:g} in {args.warmup_steps} steps")
 
 
 # what a GPU can do in bfloat16, FLOP/s without sparsity, from the makers' data sheets
@@ -2162,7 +2121,7 @@ def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path
         run.define_metric("*", step_metric="step")
         return run
     except Exception as error:
-        print(f"wandb is off: {first_line(error)}", flush=True)
+        log(f"wandb is off: {first_line(error)}")
         return None
 
 
@@ -2185,12 +2144,13 @@ def log_step(entry: dict[str, Any], metrics: TextIO, wandb_run: Any) -> None:
 
 
 def print_summary(summary: dict[str, Any]) -> None:
-    """What this process has trained. Rank 0 only."""
-    more = f", MFU {summary['mfu']:.1%}" if "mfu" in summary else ""
+    """What this process has trained."""
+    used = f", MFU {summary['mfu']:.1%}" if "mfu" in summary else ""
+    # of a CPU process the kernel knows it, in KiB
     gib = summary.get("peak_memory_gib") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print("{tokens:,} tokens in {seconds:,.0f} s with evaluations and saves, ".format(**summary), end="")
-    print(f"{summary['tokens_per_second']:,.0f} a second{more}, peak memory of rank 0 {gib:.2f} GiB")
-    print("loss {final_loss:.4f}, at best {best_loss:.4f} in step {best_step}".format(**summary), flush=True)
+    spent = "{tokens:,} tokens in {seconds:,.0f} s with evaluations and saves, {tokens_per_second:,.0f} a second"
+    log(f"{spent.format(**summary)}{used}, peak memory of rank 0 {gib:.2f} GiB")
+    log("loss {final_loss:.4f}, at best {best_loss:.4f} in step {best_step}".format(**summary))
 
 
 def resume_command(args: Config, argv: list[str], num_train_steps: int) -> str:
@@ -2297,8 +2257,7 @@ def train(
         seconds, trained = time.perf_counter() - begun, (train_state["step"] - first_step + 1) * step_tokens
         summary |= {"final_loss": loss, "best_loss": best[0], "best_step": best[1], "tokens": trained}
         summary |= {"seconds": seconds, **measure_speed(trained, seconds, flops, device)}
-        if is_main:
-            print_summary(summary)
+        print_summary(summary)
     if wandb_run is not None:
         finish_wandb(wandb_run, summary, path if is_main and args.wandb_artifact else None)
     return path
@@ -2313,23 +2272,21 @@ def end_run(
     step: int,
     path: Path | None,
 ) -> None:
-    """Show what the tiny model has learned, leave the process group, and say how to go on. A collective."""
-    is_main, text, last = get_rank() == 0, None, args.num_train_steps
-    if args.model_name == "tiny" and step >= max(100, last):  # before, it writes noise
+    """Show what the tiny model has learned, say how to go on, and leave the process group. A collective."""
+    last, finished = args.num_train_steps, step >= args.num_train_steps
+    if args.model_name == "tiny" and finished and step >= 100:  # before, it writes noise
         text = generate_text(model, tokenizer, mesh, prompt="def ", num_tokens=200, seq_len=args.seq_len)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    else:
+        log(f"---- what it writes now\n{text}\n----")
+    if not dist.is_initialized():
         folder = Path(args.output_dir) / "model"
         with on_all_ranks(f"the checkpoint is {path}, but {folder} cannot be written"):
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        print(f"Transformers folder: {folder}", flush=True)
-    if is_main:
-        if text is not None:
-            print(f"---- what it writes now\n{text}\n----")
-        print(f"{'stopped by a signal, ' * (step < last)}checkpoint of step {step}: {path}")
-        print(f"go on with: {resume_command(args, argv, last if step < last else 2 * step)}", flush=True)
+        log(f"Transformers folder: {folder}")
+    log(f"{'' if finished else 'stopped by a signal, '}checkpoint of step {step}: {path}")
+    log(f"go on with: {resume_command(args, argv, 2 * step if finished else last)}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 # tools without a run: a picture of what was logged, and a plan
@@ -2543,15 +2500,16 @@ def main(argv: list[str]) -> None:
     data_flags = "dataset_name dataset_config dataset_split seq_len global_batch_size document_mask seed".split()
     data = {key: getattr(args, key) for key in data_flags}
     train_state = {**sizes, **data, **{key: origin[key] for key in ("run", "step", "tokens")}}
-    if (changed := [key for key in data if origin.get(key, data[key]) != data[key]]) and get_rank() == 0:
-        print(f"the steps to come see other data than an unbroken run: {', '.join(changed)} changed", flush=True)
+    if changed := [key for key in data if origin.get(key, data[key]) != data[key]]:
+        log(f"the steps to come see other data than an unbroken run: {', '.join(changed)} changed")
 
     # 3: config, tokenizer; 4, 5: the model as it is cut, still without storage
     config = load_config(args.model_name)
     tokenizer = load_tokenizer(args.model_name, config, args.document_mask)
     if origin.get("model_type", config.model_type) != config.model_type:
         fail(f"{path} holds a {origin['model_type']}, but --model_name {args.model_name} is a {config.model_type}")
-    source, kind = find_weights(args, config, path)
+    options = {"init_from": args.init_from, "from_scratch": args.from_scratch, "with_checksums": args.verify_checksums}
+    source, kind = (str(path), "checkpoint") if path else find_weights(args.model_name, config, **options)
     check_family(config.model_type, sizes)
     options = {"activation_checkpointing": args.activation_checkpointing, "compile": args.compile}
     options |= {"seq_len": args.seq_len, "has_documents": args.document_mask}
@@ -2561,10 +2519,10 @@ def main(argv: list[str]) -> None:
     slow_group = host_group(timeout_s=2 * 86400)  # while one rank reads, downloads or tokenizes
     options = {"config": args.dataset_config, "split": args.dataset_split}
     tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer, slow_group, **options)
-    num_sequences, held_out = split_data(len(tokens), args)
+    num_sequences, held_out = split_data(args.dataset_name, len(tokens), args.seq_len, args.eval_every > 0)
     fill_buffers(model, device)
     if kind == "random":
-        init_weights(model, config, args.seed)
+        send_weights(model, functools.partial(draw_full_model, config, args.seed), "the seed", slow_group)
     elif kind == "trained" and not read_safetensors(model, find_folder(source, slow_group)):
         send_weights(model, functools.partial(read_full_model, source, config), source, slow_group)
     if args.model_name != "tiny":
@@ -2577,9 +2535,9 @@ def main(argv: list[str]) -> None:
     # 9: train, save
     if get_rank() == 0:
         (output_dir / "flags.json").write_text(json.dumps(asdict(args), indent=1))
-        describe_run(args, model, len(tokens), num_sequences, held_out)
-        done = ", nothing left to train" if train_state["step"] >= args.num_train_steps else ""
-        print(f"weights: {source}, step {train_state['step']}{done}", flush=True)
+    describe_run(args, model, len(tokens), num_sequences, held_out)
+    done = ", nothing left to train" if train_state["step"] >= args.num_train_steps else ""
+    log(f"weights: {source}, step {train_state['step']}{done}")
     background = start_background(device, args.timeout) if args.async_save else None
     options = {"tokenizer": tokenizer, "keep_last": args.keep_last, "background": background}
     save = functools.partial(save_checkpoint, output_dir, model, optimizer, **options)

@@ -52,6 +52,8 @@ def test_every_token_is_on_one_dp_and_cp_rank_and_on_all_tp_ranks(pool):
             assert torch.equal(torch.tensor(batch["position_ids"]), ids % 16), "a token must keep its position"
             # rank 0 of cp = 2 has chunks 0 and 3, rank 1 has chunks 1 and 2
             assert set((ids % 16 // 4).flatten().tolist()) == ({0, 3} if cp == 0 else {1, 2})
+            order = [[0, 3], [1, 2]][cp]  # in which they are put together again
+            assert (ids % 16 // 4).tolist() == [[chunk for chunk in order for _ in range(4)]] * 2
             seen += ids.flatten().tolist() if tp == 0 else []
     assert sorted(seen) == list(range(8 * 16))
 

@@ -246,7 +246,7 @@ def test_flex_attention_sees_what_eager_attention_sees(script, monkeypatch):
     for can_see, positions, (first, begin, end) in itertools.product(masks, [None, documents], ranges):
         tensors, outputs = (query[:, :, begin:end], key[:, :, first:end], value[:, :, first:end]), []
         for forward, dtype in ((flex, None), (modeling_gemma2.eager_attention_forward, torch.float32)):
-            mask = script.build_mask(can_see, positions, (begin, end), (first, end), CPU, dtype)
+            mask = script.build_mask(can_see, positions, range(begin, end), range(first, end), CPU, dtype)
             outputs.append(forward(module, *tensors, mask, scaling=0.5, softcap=1.5)[0])
         error, where = (
             relative(*outputs),

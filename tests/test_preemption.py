@@ -39,11 +39,11 @@ def term_rank_1_in_the_evaluation_of_step_3():
 
 
 def term_rank_0_in_the_save_of_step_2():
-    signal_in("write_checkpoint", 1, signal.SIGTERM, [0])
+    signal_in("add_tied_names", 1, signal.SIGTERM, [0])
 
 
 def term_twice_in_the_last_save():
-    signal_in("write_checkpoint", 2, signal.SIGTERM, [0, 1])
+    signal_in("AppState", 2, signal.SIGTERM, [0, 1])
     signal_in("commit_checkpoint", 2, signal.SIGTERM, [0])
 
 

@@ -21,10 +21,10 @@ def test_start_and_end_say_every_derived_quantity_once(pool, tmp_path):
     for expected in [
         "mesh: dp 2 x cp 1 x tp 2, 4 ranks on cpu",
         "model: llama, 3 layers, 631,680 parameters",
-        "step: 4 x 32 = 128 tokens, 2 micro-batches of 1 x 32 a rank",
+        "step: 4 x 32 = 128 tokens; a rank has 2 micro-batches of 1 x 32",
         "256 held out",
         "run: 4 steps, 512 tokens",
-        "learning rate to 0.004 in 2 steps",
+        "lr up to 0.004 in 2 steps",
         "weights: tiny, step 0",
         "512 tokens in",
         f"loss {rows[-1]['loss']:.4f}, at best {min(row['loss'] for row in rows):.4f}",
