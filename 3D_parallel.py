@@ -265,7 +265,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from tqdm import tqdm
@@ -589,8 +589,11 @@ def send_weights(model: nn.Module, read_weights: Callable, source: str, group: P
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
-    decoder = model.get_decoder()  # of modernbert-decoder that is its output head
-    return decoder if any(isinstance(module, nn.ModuleList) for module in decoder.modules()) else model.base_model
+    """The part of a model that holds the decoder layers; the model itself, if none of its parts does."""
+    # get_decoder gives the output head of modernbert-decoder, and all of llama4
+    candidates = (model.get_decoder(), model.base_model, *model.children())
+    holders = (part for part in candidates if any(isinstance(module, nn.ModuleList) for module in part.modules()))
+    return next((part for part in holders if part is not model), model)
 
 
 def find_decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -602,12 +605,11 @@ def find_decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [layer for layers in lists.values() for layer in layers if any(True for _ in layer.children())]
 
 
-# how tp splits linear modules that a model's `tp_plan` leaves out, by what families call them; those that hold several
-# matrices in one are gathered, for their order is not known
+# how tp splits the linear modules of a block that the model's own `tp_plan` leaves out, by what families call them
 STYLES_BY_NAME = {
     "colwise": "q_proj k_proj v_proj q_b_proj kv_b_proj gate_proj up_proj fc1 fc_in w1 w3 dense_h_to_4h",
     "rowwise": "o_proj out_proj dense down_proj fc2 fc_out w2 dense_4h_to_h",
-    "colwise_gather_output": "query_key_value qkv_proj gate_up_proj",
+    "colwise_gather_output": "query_key_value qkv_proj gate_up_proj",  # several matrices in one, in an unknown order
 }
 GATHERED = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}  # between them each rank has it all
 
@@ -618,48 +620,66 @@ def is_experts(module: nn.Module) -> bool:
     return any(p.ndim == 3 for p in stacked) and len(inspect.signature(module.forward).parameters) == 3
 
 
-def plan_block(block: nn.Module, own_plan: dict[str, str | None], hidden_size: int, num_heads: int) -> dict[str, str]:
-    """The style in which tp splits each module of a block; empty where every rank has to run the whole block.
+def plan_block(block: nn.Module, own_plan: dict[nn.Module, str], hidden_size: int, num_heads: int) -> dict[str, str]:
+    """How tp splits the modules of a block, by name; empty where every rank has to run the whole block.
 
-    `own_plan` has the styles of the model's plan, by the names of modules. What it leaves out is split by name, if it
-    is an ordinary block. The outputs of all ranks are summed, so that a term that is not split would count tp times:
-    where its modules do not tell that all terms are split, the block is run whole.
+    Each rank computes some outputs of a "colwise" module. "rowwise" modules take these in, and give a term of the
+    block's output, as "experts" do; the terms of all ranks are summed: Megatron-LM, arXiv 1909.08053, section 3. So
+    whatever adds to the output has to be split, or it counts tp times, and what lies before it sees a rank's columns
+    alone. Where the modules do not tell that this will do, the block is run whole.
     """
     leaves = {name: module for name, module in block.named_modules() if list(module.parameters(False))}
-    planned = {name.rpartition(".")[0] for name in leaves if "wise" in (own_plan.get(name) or "")}
-    has_experts = any(is_experts(module) for module in leaves.values())
+    has_plan, has_experts = any(leaf in own_plan for leaf in leaves.values()), any(map(is_experts, leaves.values()))
     styles: dict[str, str] = {}
     for name, leaf in leaves.items():
-        parent, _, last = name.rpartition(".")
         if is_experts(leaf):
             styles[name] = "experts"
-        elif "wise" in (own_plan.get(name) or ""):
-            styles[name] = own_plan[name]
-        elif isinstance(leaf, nn.Linear) and parent not in planned and ("shared" in name or not has_experts):
+        elif leaf in own_plan:
+            styles[name] = own_plan[leaf]
+        elif not has_plan and isinstance(leaf, nn.Linear) and ("shared" in name or not has_experts):  # no router: zaya
+            last = name.rpartition(".")[2]
             styles.update((name, style) for style, names in STYLES_BY_NAME.items() if last in names.split())
-    kinds, terms = set(styles.values()), [name for name, style in styles.items() if "col" not in style]
-    is_split = "experts" in kinds or (any("colwise" in kind for kind in kinds) and len(terms) > 0)
-    if not is_split or not kinds <= {*GATHERED, *GATHERED.values(), "experts"}:
+    widths = {leaves[name].out_features for name, style in styles.items() if "col" in style}
+    terms = [name for name, style in styles.items() if "col" not in style]
+    has_lists = any(isinstance(module, nn.ModuleList) for module in block.modules())  # a norm for each head: stablelm
+    if has_lists or not (has_experts or (widths and terms)):  # the latter is half of a block: bert
         return {}
-    if any(isinstance(module, nn.ModuleList) for module in block.modules()):  # a module for each head, say
-        return {}
-    widths = {leaves[name].out_features for name, style in styles.items() if style == "colwise"}
-    if not planned and len(styles) == 2 and widths != {leaves[name].in_features for name in terms}:
-        kinds |= {*GATHERED.values()}  # the first of the two holds several matrices
+
+    is_gathered = any(style in GATHERED.values() for style in styles.values())
+    if not has_plan and len(styles) == 2 and widths != {leaves[name].in_features for name in terms}:
+        is_gathered = True  # its first half has two matrices in one: moshi
     for name in leaves.keys() - styles.keys():
-        shapes = [tuple(parameter.shape) for parameter in leaves[name].parameters(False)]
-        # of linear ones, routers and the first halves of latent attention are known to do the same on all ranks
-        is_linear = isinstance(leaves[name], nn.Linear)
-        is_added = is_linear and "_a_proj" not in name and (not has_experts or leaves[name].out_features == hidden_size)
-        is_after = (has_experts or len(terms) > 1) and (hidden_size,) in shapes  # a norm of the sum, perhaps
-        is_direct = name == "" and not has_experts and not planned and set(shapes) != {(num_heads,)}
-        if is_added or is_after or is_direct or any(len(shape) > 2 for shape in shapes):  # the last: a convolution, say
+        leaf, shapes = leaves[name], {tuple(parameter.shape) for parameter in leaves[name].parameters(False)}
+        if isinstance(leaf, nn.Linear):  # a term, or a gate of heads: bailing_hybrid
+            # but the first half of latent attention (deepseek_v3) and a router (qwen2_moe) do the same on all ranks
+            is_unknown = "_a_proj" not in name and not (has_experts and leaf.out_features != hidden_size)
+        else:  # the block's own: diffllama; but one number for each head is cut as the heads are: gpt_oss
+            is_unknown = leaf is block and not has_experts and shapes != {(num_heads,)}
+        is_last = (hidden_size,) in shapes and (has_experts or len(terms) > 1)  # a norm of the sum: axk1
+        if is_unknown or is_last:
             return {}
-        is_matrix = not has_experts and not is_linear and any(len(shape) == 2 for shape in shapes)
-        if is_matrix or any(len(shape) == 1 and shape[0] in widths for shape in shapes):  # a norm over all heads
-            kinds |= {*GATHERED.values()}
-    whole = GATHERED if kinds & {*GATHERED.values()} else {}
-    return {name: whole.get(style, style) for name, style in styles.items()}
+        if not has_experts and any(math.prod(shape) in widths for shape in shapes):
+            is_gathered = True  # a norm over all heads, which takes all columns: cohere, bitnet
+    return {name: GATHERED.get(style, style) for name, style in styles.items()} if is_gathered else styles
+
+
+def plan_blocks(model: PreTrainedModel) -> dict[str, dict[str, str]]:
+    """The plan of each block: of a layer's children that mix tokens or widen them, such as attention, MLP, experts."""
+    config, hidden_size = model.config.get_text_config(), model.get_input_embeddings().embedding_dim
+    try:
+        num_heads = getattr(config, "num_attention_heads", 0)
+    except RuntimeError:  # of Transformers, which has no one number to give
+        fail(f"the number of heads of {config.model_type} differs between its layers; tp_size 1 would work")
+    names, plans = {module: name for name, module in model.named_modules()}, {}
+    own_plan = {module: model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for module, name in names.items()}
+    own_plan = {module: style for module, style in own_plan.items() if style in {*GATHERED, *GATHERED.values()}}
+    for layer in find_decoder_layers(model):
+        for child in layer.children():
+            for block in child if isinstance(child, nn.ModuleList) else [child]:
+                is_alone = "norm" in names[block] or isinstance(block, nn.Linear)
+                if not is_alone and any(parameter.ndim > 1 for parameter in block.parameters()):
+                    plans[names[block]] = plan_block(block, own_plan, hidden_size, num_heads)
+    return plans
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -674,25 +694,25 @@ def redistribute(tensor: Tensor, mesh: DeviceMesh, here: Any, there: Any) -> Ten
     return placed.to_local(grad_placements=[Partial() if there.is_replicate() else there])
 
 
-def cut_parameters(
-    module: nn.Module, parts: dict[str, nn.Module], styles: dict[str, str], tp_mesh: DeviceMesh, num_heads: int = 0
-) -> None:
+def cut_parameters(module: nn.Module, parts: dict[str, nn.Module], styles: dict[str, str], tp_mesh: DeviceMesh) -> None:
     """Cut the parameters of a module's parts over tp; while it runs, they find plain tensors under these names.
 
     What is not cut is the same on all ranks, but each computes only a part of its gradient, that of its columns or its
     tokens: `sum_over_tp` adds them up, once a step.
     """
-    tp, places = tp_mesh.size(), []
+    tp, kinds, places = tp_mesh.size(), {*styles.values()}, []
     for part, owner in parts.items():
-        is_row = "row" in styles.get(part, "")
+        style = styles.get(part, "")
+        # a block with heads of its own has a number for each head at most, see `plan_block`
+        is_column = "col" in style or (owner is module and "colwise" in kinds and "experts" not in kinds)
         for name, parameter in list(owner.named_parameters(recurse=False)):
-            is_first = (part in styles and not is_row) or (owner is module and parameter.shape == (num_heads,))
-            is_first &= styles.get(part) != "experts" or parameter.shape[0] == owner.num_experts
-            placement = Shard(0) if is_first else Shard(1) if is_row and name == "weight" else Replicate()
+            is_stacked = style == "experts" and parameter.shape[0] == owner.num_experts
+            is_row = "row" in style and name == "weight"
+            placement = Shard(0) if is_column or is_stacked else Shard(1) if is_row else Replicate()
             cut = distribute_tensor(parameter, tp_mesh, [placement], src_data_rank=None)
             owner.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
             # a replicated gradient is not so yet; were it called partial, FSDP would sum each one over tp by itself
-            places.append((owner, name, placement, tp if is_row and name == "bias" else 1))
+            places.append((owner, name, placement, tp if "row" in style and name == "bias" else 1))
 
     def find_plain(module: nn.Module, args: tuple) -> None:
         for owner, name, grad, share in places:
@@ -708,18 +728,31 @@ def cut_parameters(
     module.register_forward_hook(find_parameters, always_call=True)
 
 
-def split_block(block: nn.Module, styles: dict[str, str], num_heads: int, tp_mesh: DeviceMesh) -> None:
+def split_experts(experts: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Leave each rank a part of the experts, which adds nothing to tokens that take none of them."""
+    experts.num_experts //= tp_mesh.size()
+    experts._is_expert_parallel = True  # private: what tells Transformers that there are such tokens
+    count, first = experts.num_experts, experts.num_experts * tp_mesh.get_local_rank()
+
+    def localize(value: Any) -> Any:  # this rank's experts from 0 on, and for all others the number after the last
+        if not isinstance(value, Tensor) or value.is_floating_point():
+            return value
+        return torch.where((value >= first) & (value < first + count), value - first, count)
+
+    experts.register_forward_pre_hook(lambda module, *inputs: tree_map(localize, inputs), with_kwargs=True)
+
+
+def split_block(block: nn.Module, styles: dict[str, str], tp_mesh: DeviceMesh) -> None:
     """Split a block over tp. It takes and returns (B, S/tp, H), and works on (B, S, H) in between."""
-    tp, tp_rank = tp_mesh.size(), tp_mesh.get_local_rank()
-    by_heads = "colwise" in styles.values() and "experts" not in styles.values()
+    tp, tp_rank, has_experts = tp_mesh.size(), tp_mesh.get_local_rank(), "experts" in styles.values()
     for name in ("num_heads", "num_key_value_heads"):  # some families cut their projections by these
-        if by_heads and isinstance(getattr(block, name, None), int):
+        if "colwise" in styles.values() and not has_experts and isinstance(getattr(block, name, None), int):
             setattr(block, name, getattr(block, name) // tp)
 
     def gather(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if args:  # some families pass hidden_states by position, some by keyword
-            return (redistribute(args[0], tp_mesh, Shard(1), Replicate()), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": redistribute(kwargs["hidden_states"], tp_mesh, Shard(1), Replicate())}
+        own = args[0] if args else kwargs["hidden_states"]  # some families pass it by position, some by keyword
+        whole = redistribute(own, tp_mesh, Shard(1), Replicate())
+        return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": whole})
 
     def scatter(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
@@ -729,16 +762,7 @@ def split_block(block: nn.Module, styles: dict[str, str], num_heads: int, tp_mes
         own = own.contiguous().flatten(0, 3 - hidden.ndim)
         return (own, *output[1:]) if isinstance(output, tuple) else own
 
-    def choose_experts(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        def localize(value: Any) -> Any:  # this rank's experts from 0 on, and for all others the number after the last
-            if not isinstance(value, Tensor) or value.is_floating_point():
-                return value
-            value = value - tp_rank * module.num_experts
-            return torch.where((value >= 0) & (value < module.num_experts), value, module.num_experts)
-
-        return tuple(localize(value) for value in args), {name: localize(value) for name, value in kwargs.items()}
-
-    cut_parameters(block, dict(block.named_modules()), styles, tp_mesh, num_heads if by_heads else 0)
+    cut_parameters(block, dict(block.named_modules()), styles, tp_mesh)
     block.register_forward_pre_hook(gather, with_kwargs=True)
     for name, style in styles.items():
         module = block.get_submodule(name)
@@ -749,12 +773,10 @@ def split_block(block: nn.Module, styles: dict[str, str], num_heads: int, tp_mes
         elif style == "rowwise_split_input":
             module.register_forward_pre_hook(lambda module, args: args[0].chunk(tp, -1)[tp_rank])
         elif style == "experts":
-            module.num_experts //= tp
-            module._is_expert_parallel = True  # private: what tells Transformers that some tokens take none of these
-            module.register_forward_pre_hook(choose_experts, with_kwargs=True)
+            split_experts(module, tp_mesh)
     terms = [name for name, style in styles.items() if "col" not in style]
     # of one term the ranks are summed at once, so that what follows it, dropout say, is on own tokens
-    summed = block.get_submodule(terms[0]) if len(terms) == 1 and "experts" not in styles.values() else block
+    summed = block.get_submodule(terms[0]) if len(terms) == 1 and not has_experts else block
     summed.register_forward_hook(scatter, with_kwargs=True)
 
 
@@ -786,76 +808,77 @@ def split_head(head: nn.Linear, tp_mesh: DeviceMesh) -> None:
     head.register_forward_pre_hook(lambda module, args: redistribute(args[0], tp_mesh, Shard(1), Replicate()))
 
 
-def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
-    """Split the model's matrices over tp, and the sequence between its blocks.
-
-    Between blocks each rank holds (B, S/tp, H): sequence parallelism, Korthikanti et al., arXiv 2205.05198. A block is
-    a child of a layer that mixes tokens or widens them: attention, MLP, experts. It gathers the sequence once, its
-    last projection reduces and scatters it again. The logits stay split over the vocabulary. Afterwards every parameter
-    is a DTensor on `tp_mesh`. A model that tp cannot split is refused.
-    """
-    tp, config, names = tp_mesh.size(), model.config.get_text_config(), {m: n for n, m in model.named_modules()}
-    family, head, embedding = config.model_type, model.get_output_embeddings(), model.get_input_embeddings()
-    if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding) or list(embedding.children()):
+def check_model(model: PreTrainedModel, tp: int) -> None:
+    """Refuse what no plan of its blocks could mend."""
+    config, embedding = model.config.get_text_config(), model.get_input_embeddings()
+    family, is_plain = config.model_type, isinstance(embedding, nn.Embedding) and not list(embedding.children())
+    if not is_plain or not isinstance(model.get_output_embeddings(), nn.Linear):
         fail(f"{family} has no plain embedding and output head to split; tp_size 1 would work")
     if rows_of_rank(embedding.num_embeddings, tp) * (tp - 1) >= embedding.num_embeddings:
         fail(f"tp_size {tp} leaves a rank without any of the {embedding.num_embeddings} tokens of this {family}")
     if noisy := [name for name, value in config.to_dict().items() if "jitter" in name and value]:
         fail(f"the routers of {family} have {noisy[0]}, and would differ between tp ranks; tp_size 1 would work")
-    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    split_embedding(embedding, tp_mesh)
-    split_head(head, tp_mesh)
 
+
+def check_plans(model: PreTrainedModel, plans: dict[str, dict[str, str]], tp: int) -> None:
+    """Refuse a model of which nothing is split, or not evenly, or not with the same dropout on all ranks."""
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    family, num_heads = config.model_type, getattr(config, "num_attention_heads", 0)
     sizes = {} if head.bias is None else {"biases of the output head": head.out_features}  # what tp must divide
-    done, is_split, layers = {embedding, head}, False, find_decoder_layers(model)
-    try:
-        num_heads = getattr(config, "num_attention_heads", 0)
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    except RuntimeError:  # of Transformers, which has no one number to give
-        fail(f"the number of heads of {family} differs between its layers; tp_size 1 would work")
-    for layer in layers:
-        children = [child if isinstance(child, nn.ModuleList) else [child] for child in layer.children()]
-        for block in itertools.chain(*children):
-            name = names[block].removeprefix(names[layer])
-            is_alone = "norm" in name or isinstance(block, nn.Linear) or all(p.ndim < 2 for p in block.parameters())
-            if is_alone or block in done:  # it treats each token alone, or several layers share it
-                continue
-            stars = {inner: re.sub(r"\.\d+(?=\.|$)", ".*", names[module]) for inner, module in block.named_modules()}
-            own_plan = {inner: model.tp_plan.get(star) for inner, star in stars.items()}
-            styles = plan_block(block, own_plan, embedding.embedding_dim, num_heads)
-            for inner, style in styles.items():
-                module, last = block.get_submodule(inner), inner.rsplit(".", 1)[-1]
-                if style == "experts":
-                    sizes[last] = module.num_experts
-                elif "colwise" in style:
-                    sizes[f"outputs of {last}"] = module.out_features
-                else:
-                    sizes[f"inputs of {last}"] = module.in_features
-            if "experts" in styles.values() and any(isinstance(m, nn.Dropout) and m.p for m in block.modules()):
-                fail(f"{name[1:]} of {family} has dropout, which would differ between tp ranks; tp_size 1 would work")
-            if "colwise" in styles.values() and ("att" in name or "k_proj" in styles):
-                sizes |= {"attention heads": num_heads, "key/value heads": num_kv_heads}
-            split_block(block, styles, num_heads, tp_mesh)
-            done, is_split = done | set(block.modules()), is_split or bool(styles)
-    if not is_split:
+    for full_name, styles in plans.items():
+        block, name = model.get_submodule(full_name), re.sub(r".*?\.\d+\.", "", full_name, count=1)
+        for inner, style in styles.items():
+            module, last = block.get_submodule(inner), inner.rpartition(".")[2]
+            if style == "experts":
+                sizes[last] = module.num_experts
+            elif "col" in style:
+                sizes[f"outputs of {last}"] = module.out_features
+            else:
+                sizes[f"inputs of {last}"] = module.in_features
+        if "experts" in styles.values() and any(isinstance(m, nn.Dropout) and m.p for m in block.modules()):
+            fail(f"{name} of {family} has dropout, which would differ between tp ranks; tp_size 1 would work")
+        if "colwise" in styles.values() and ("att" in name or "k_proj" in styles):
+            num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+            sizes |= {"attention heads": num_heads, "key/value heads": num_kv_heads}
+    if not any(plans.values()):
         fail(f"{family} has no tensor-parallel plan for its layers; tp_size 1 would work")
     if bad := " and ".join(f"{size} {what}" for what, size in sizes.items() if size % tp):
         common = math.gcd(*sizes.values())
         works = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         fail(f"tp_size {tp} does not divide the {bad} of this {family}; tp_size {works} would work")
 
-    in_layers = {module for layer in layers for module in layer.modules()}
+
+def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
+    """Split the model's matrices over tp, and the sequence between its blocks.
+
+    Between blocks each rank holds (B, S/tp, H): sequence parallelism, Korthikanti et al., arXiv 2205.05198. A block
+    gathers the sequence once, its last projection reduces and scatters it again. The logits stay split over the
+    vocabulary. Afterwards every parameter is a DTensor on `tp_mesh`. A model that tp cannot split is refused.
+    """
+    tp, tp_rank = tp_mesh.size(), tp_mesh.get_local_rank()
+    check_model(model, tp)
+    plans = plan_blocks(model)
+    check_plans(model, plans, tp)
+
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    split_embedding(embedding, tp_mesh)
+    split_head(head, tp_mesh)
+    done = {embedding, head}
+    for name, styles in plans.items():
+        split_block(model.get_submodule(name), styles, tp_mesh)
+        done |= {*model.get_submodule(name).modules()}
+
+    in_layers = {module for layer in find_decoder_layers(model) for module in layer.modules()}
     for module in [module for module in model.modules() if module not in done]:
         is_table = isinstance(module, nn.Embedding)  # of positions, which are not cut
         if module in in_layers or is_table or all(p.ndim < 2 for p in module.parameters(False)):
             cut_parameters(module, {"": module}, {}, tp_mesh)  # norms and the like, each rank on its own tokens
         if is_table:
-            module.register_forward_hook(lambda module, args, out: out.chunk(tp, -2)[tp_mesh.get_local_rank()])
+            module.register_forward_hook(lambda module, args, out: out.chunk(tp, -2)[tp_rank])
     model.tie_weights()  # embedding and head were cut one by one
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trainable[name])
-        if not isinstance(parameter, DTensor):
-            fail(f"no tensor-parallel rule covers {name} of {family}; tp_size 1 would work")
+    if left := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:
+        family = model.config.get_text_config().model_type
+        fail(f"no tensor-parallel rule covers {left[0]} of {family}; tp_size 1 would work")
 
 
 def apply_activation_checkpointing(model: PreTrainedModel, mode: str) -> None:
@@ -912,12 +935,11 @@ def apply_fsdp(model: PreTrainedModel, fsdp_mesh: DeviceMesh, *, dtype: torch.dt
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     placement = functools.partial(shard_dim, tp_size=tp_size, fsdp_size=fsdp_mesh.shape[-1])
     options = {"mesh": fsdp_mesh, "mp_policy": policy, "shard_placement_fn": placement}
-    for layer in find_decoder_layers(model):
-        fully_shard(layer, **options)
     home = type(model).__module__
     # the root's unit holds the embedding, and the head, which is used once for each chunk of the loss: a unit of its
     # own would be gathered, and its gradient scattered, as often
-    fully_shard(model, **options)  # gives it a class of its own
+    for unit in (*find_decoder_layers(model), model):
+        fully_shard(unit, **options)  # gives it a class of its own
     type(model).__module__ = home  # by which Transformers knows its code; else initialize_weights skips some buffers
 
 
@@ -944,8 +966,8 @@ def build_model(
     attention, name = None, None
     if cp * tp > 1 or has_documents:
         check_attention(config, seq_len, cp, has_documents)
-        name, cp_mesh = "context_parallel", mesh["cp"] if mesh is not None else None
-        attention = context_parallel_attention(cp_mesh, seq_len)
+        attention = context_parallel_attention(mesh["cp"] if mesh is not None else None, seq_len)
+        name = "context_parallel"
         register_attention(attention)
         torch._dynamo.config.recompile_limit = 64  # FlexAttention is compiled for each chunk and each kind of mask
     with torch.device("meta"):
@@ -1364,8 +1386,6 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
         for each chunk   own forward -> that chunk of the kept hidden states -> head -> `SumCrossEntropy`, gradients
     """
     decoder, own_forward, tp = find_decoder(model), model.forward, 1 if tp_mesh is None else tp_mesh.size()
-    if decoder is model:  # the model names none: the child that has the layers
-        decoder = next(child for child in model.children() if find_decoder_layers(model)[0] in {*child.modules()})
     after = {*model.modules()} - {*decoder.modules()}
     rows = rows_of_rank(model.get_output_embeddings().out_features, tp) if tp > 1 else 0
     first, group = (rows * tp_mesh.get_local_rank(), tp_mesh.get_group()) if tp > 1 else (0, None)
