@@ -1,11 +1,16 @@
-"""Helpers of all tests: the script as a module, small asymmetric models, and a pool of ranks that is started once."""
+"""Helpers of all tests: the script as a module, the meshes, small asymmetric models, ranks, and real processes."""
 
+import contextlib
 import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import pickle
+import re
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +25,8 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "3D_parallel.py"
+FLAGS = ["--seq_len", 32, "--global_batch_size", 2, "--warmup_steps", 2]  # of a run whose steps take no time
+sys.path.append(str(ROOT / "tests" / "benchmarks"))  # for families.py, whose models some tests take
 # before anything imports transformers, which looks at it once
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
@@ -39,6 +46,36 @@ for _family in "llama qwen2 qwen3 mistral phi3 olmo2".split():
     importlib.import_module(f"transformers.models.{_family}.modeling_{_family}")
 for _name in ("torch._dynamo", "datasets"):  # they would be imported late, in each rank
     importlib.import_module(_name)
+
+
+class Mesh(NamedTuple):
+    """The sizes of a mesh, in the order of its axes."""
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def ranks(self):
+        return math.prod(self)
+
+    def __str__(self):
+        return f"dp{self.dp}-cp{self.cp}-tp{self.tp}"
+
+    @property
+    def column(self):
+        """Its name in tables, where the sizes have the order of a checkpoint's name."""
+        return f"{self.tp},{self.dp},{self.cp}"
+
+
+ONE, DP, CP, TP, ALL = Mesh(), Mesh(dp=2), Mesh(cp=2), Mesh(tp=2), Mesh(2, 2, 2)
+MESHES = [  # all that there are of 1, 2, 4 and 8 ranks
+    Mesh(dp, cp, ranks // (dp * cp))
+    for ranks in (1, 2, 4, 8)
+    for dp in (1, 2, 4, 8)
+    for cp in (1, 2, 4, 8)
+    if ranks % (dp * cp) == 0
+]
 
 
 def make_config(family, vocab=509, tied=False, **changes):
@@ -91,9 +128,9 @@ def make_batches(steps, vocab, batch=8, seq_len=32, seed=1):
 
 
 def shard_model(source, sizes, dtype=torch.float32, dp_replicate=1, **options):
-    """Put a plain model's weights on the mesh dp x cp x tp, as the script does. Returns model and mesh."""
-    script, (dp, cp, tp) = load_script(), sizes
-    mesh = script.build_mesh("cpu", dp=dp, cp=cp, tp=tp, dp_replicate=dp_replicate)
+    """Put a plain model's weights on a mesh, or on none where sizes is None. Returns model and mesh."""
+    script = load_script()
+    mesh = None if sizes is None else script.build_mesh("cpu", **sizes._asdict(), dp_replicate=dp_replicate)
     model = script.build_model(source.config, mesh, "cpu", dtype, **{"seq_len": 32, **options})
     script.fill_buffers(model, torch.device("cpu"))
     script.send_weights(model, lambda: source, "the test", None)
@@ -101,9 +138,8 @@ def shard_model(source, sizes, dtype=torch.float32, dp_replicate=1, **options):
 
 
 def save(folder, model, optimizer, sizes, step, run="r", keep_last=100, background=None):
-    """Save as the script does in the mesh `sizes` (dp, cp, tp); returns the Future of the path."""
-    dp, cp, tp = sizes
-    about = {"tp": tp, "dp": dp, "cp": cp, "run": run, "step": step, "tokens": 0}
+    """Save as the script does in such a mesh; returns the Future of the path."""
+    about = sizes._asdict() | {"run": run, "step": step, "tokens": 0}
     options = {"about": about, "tokenizer": None, "keep_last": keep_last, "background": background}
     return load_script().save_checkpoint(Path(folder), model, optimizer, **options)
 
@@ -133,6 +169,40 @@ def relative(a, b):
     """The largest difference of two tensors or numbers over the largest value."""
     a, b = torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)
     return ((a - b).abs().max() / b.abs().max().clamp(min=1e-12)).item()
+
+
+def assert_close(actual, expected, tolerance, what):
+    """Fails with what it is, where, and how far off: a rank's asserts are not rewritten, and print nothing else."""
+    shapes = [tuple(torch.as_tensor(values).shape) for values in (actual, expected)]
+    assert shapes[0] == shapes[1], f"{what}: shape {shapes[0]} instead of {shapes[1]}"
+    error = relative(actual, expected)
+    numbers = "" if isinstance(actual, torch.Tensor) else f": {actual} instead of {expected}"
+    assert error < tolerance, f"{what}: off by {error:.1e} relative, allowed is {tolerance:.0e}{numbers}"
+
+
+def differing(state, expected):
+    """The names whose tensors are not bit-equal, and how far off they are; both sides must have the same names."""
+    assert state.keys() == expected.keys(), f"only on one side: {sorted(state.keys() ^ expected.keys())}"
+    names = [name for name in expected if not torch.equal(state[name], expected[name])]
+    return {name: f"off by {relative(state[name], expected[name]):.1e} relative" for name in names}
+
+
+def whole(tensor):
+    """A plain copy of a tensor, gathered if it is cut."""
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def before_call(owner, name, number, action, ranks=(1,)):
+    """Do something on some ranks right before the n-th call of a function, or of a method of a class."""
+    original, calls = getattr(owner, name), []
+
+    def function(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == number and int(os.environ.get("RANK", 0)) in ranks:
+            action()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, function)
 
 
 def _rank_main(rank, world_size, store, connection, task):
@@ -260,6 +330,61 @@ class Pool:
             process.join()
         outputs = [Path(output).read_text() if Path(output).exists() else "" for _, output in ranks]
         return Launch([process.exitcode for process, _ in ranks], outputs, time.monotonic() - started)
+
+
+# the variables that launch.sh reads, and Slurm's, in a job of which these tests may run
+LAUNCHES = re.compile(r"(TP|DP|CP)_SIZE|NNODES|NODE_RANK|MAX_RESTARTS|LAUNCH_ID|(MASTER|RDZV|PET|SLURM)_\w+")
+
+
+def children(pid):
+    """The processes that a process has started, by /proc."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def kill_all(process):
+    """Kill a launcher and its ranks at once, as when a machine is lost."""
+    if process.poll() is None:
+        for pid in (process.pid, *children(process.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+@contextlib.contextmanager
+def running(argv, cwd, **variables):
+    """A command as a user's shell would start it, without what this test's own environment says about ranks and meshes.
+
+    Yields the Popen, stdout and stderr in one pipe of text. What still runs at the end is killed, ranks included.
+    """
+    environment = {name: value for name, value in os.environ.items() if not LAUNCHES.fullmatch(name)}
+    environment |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | variables
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": cwd, "env": environment}
+    process = subprocess.Popen([str(word) for word in argv], **options)
+    try:
+        yield process
+    finally:
+        kill_all(process)
+        process.stdout.close()
+
+
+def torchrun(*argv):
+    """The command that starts two ranks of a file, or of what other options of torchrun come before one."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *argv]
+
+
+def wait_for_steps(process, folder, steps, timeout=120):
+    """Until a run that goes on in the background has logged so many steps."""
+    metrics, ended = Path(folder) / "metrics.jsonl", time.monotonic() + timeout
+    while not (metrics.exists() and metrics.read_text().count("\n") >= steps):
+        if process.poll() is not None or time.monotonic() > ended:
+            kill_all(process)
+            raise AssertionError(f"no {steps} steps in {folder}, but:\n{process.communicate()[0]}")
+        time.sleep(0.02)
 
 
 @pytest.fixture(scope="session")

@@ -9,13 +9,11 @@ import sys
 import time
 from typing import NamedTuple
 
+import families
 import pytest
 import torch
-from conftest import SCRIPT, make_config, read_metrics
+from conftest import ONE, SCRIPT, load_script, make_config, make_model, make_optimizer, read_metrics, save
 
-
-# transformers reads this when it is imported, which the process that forks the ranks does before any launch
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ERROR = "3D_parallel.py: error: "
 
@@ -72,6 +70,7 @@ BAD_FLAGS = [
     Flags("seq_len under cp", "--cp_size 2 --seq_len 30", r"seq_len 30 .* by 4 .*; 28 or 32 would work", 2),
     Flags("seq_len below all", "--cp_size 2 --tp_size 4 --seq_len 3", r"seq_len 3 .* by 8 .*; 8 would work", 8),
     Flags("seq_len zero", "--seq_len 0", r"--seq_len 0 must be at least 1"),
+    Flags("a plan on two ranks", "--dry_run", r"--dry_run takes one process, but there are 2; --world_size is for", 2),
     Flags("a world without a plan", "--world_size 8", r"--world_size 8 is for --dry_run"),
     Flags("no steps", "--num_train_steps 0", r"--num_train_steps 0 must be at least 1"),
     Flags("learning rate nan", "--learning_rate nan", r"--learning_rate nan must be at least 0"),
@@ -204,6 +203,7 @@ class Run(NamedTuple):
 
 
 TEXT = "--seq_len 16 --dataset_name {inputs}/short.txt "  # small, for cases that are refused after the data is read
+NAME = "checkpoint_tp1_dp1_cp1"
 SPLIT = TEXT + "--from_scratch --tp_size 2 --model_name {inputs}/"
 BAD_RUNS = [
     # flags once more, through main, where the environment is the launcher's
@@ -233,6 +233,7 @@ BAD_RUNS = [
         TEXT + "--init_from {inputs}/bare",
         r"--init_from \S+/bare is no .*num_hidden_layers is 2",
     ),
+    Run("resume: other model", "--resume {inputs}/" + NAME, NAME + r" holds a qwen3, but --model_name tiny is a llama"),
     Run("init_from: no weights", TEXT + "--init_from {inputs}/hollow", r"weights of \S+/hollow cannot be loaded"),
     # config and tokenizer
     Run("model: unknown", "--model_name no/such-model", r"config of --model_name no/such-model cannot be read.*'tiny'"),
@@ -264,6 +265,7 @@ BAD_RUNS = [
     ),
     # data
     Run("data: no file", "--dataset_name {inputs}/no.txt", r"--dataset_name \S+/no.txt cannot be read.*: .*no.txt"),
+    Run("data: kind of file", "--dataset_name {inputs}/other.kind", r"must end in one of .txt, .jsonl, .json, .csv"),
     Run("data: unknown", "--dataset_name no/such-data", r"--dataset_name no/such-data cannot be read.*'stdlib'"),
     Run("data: empty file", "--dataset_name {inputs}/empty.txt", r"--dataset_name \S+/empty.txt .*it is empty"),
     Run("data: empty texts", "--dataset_name {inputs}/blank.jsonl", r"\S+/blank.jsonl .*(empty|0 tokens|no text)"),
@@ -309,6 +311,7 @@ def write_inputs(folder, script):
         "empty/nothing": "",
         "broken/config.json": '{"model_type": ',
         "broken/manifest.json": "{",
+        "other.kind": "to be or not to be\n",
         "strange/config.json": '{"model_type": "strange"}',
     }.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -331,6 +334,9 @@ def write_inputs(folder, script):
     model("heads", make_config("llama", hidden_size=48, num_attention_heads=3, num_key_value_heads=3))
     model("kv", make_config("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=3))
     model("mlp", make_config("llama", intermediate_size=97))
+
+    other = make_model(make_config("qwen3"))
+    save(folder, other, make_optimizer(other, 1e-3), ONE, step=1).result()
 
     lacks = folder / "lacks"
     config = make_config("llama", num_hidden_layers=1)
@@ -372,6 +378,53 @@ def test_bad_runs(pool, inputs, tmp_path, case, ranks):
     assert launch.seconds < 30, f"{launch.seconds:.0f} s"
 
 
+# what only some families have: the plan of a run on more processes, in one, refuses it as the run would
+TWO, GPT_NEO, V4 = "--world_size 2 ", families.SPECIAL["gpt_neo"], families.SPECIAL["deepseek_v4"]
+BAD_FAMILIES = [
+    # a family, what of its config is special, flags, and the sentence
+    ("mixtral", {"router_jitter_noise": 0.1}, TWO + "--tp_size 2", r"routers of mixtral have router_jitter_noise"),
+    ("inkling_text", {}, TWO + "--tp_size 2", r"inkling_text has no plain embedding and output head to split"),
+    ("gemma3", {}, TWO + "--tp_size 2", r"no tensor-parallel rule covers model.vision_tower\S+ of gemma3_text"),
+    ("llama", {}, "--world_size 6 --tp_size 2", r"tp_size 2 does not divide 101 rows, so dp x cp 3 must divide 64 col"),
+    ("llama", {}, "--world_size 52 --tp_size 52 --seq_len 52", r"52 leaves a rank without any of the 101 tokens of"),
+    ("reformer", {"axial_pos_embds": False}, TWO, r"reformer has a backward of its own, .*; one process would work"),
+    ("roberta", {}, TWO + "--cp_size 2", r"roberta has positions, .* depend on padding, which cp_size 2 cannot"),
+    ("bart", {}, TWO + "--cp_size 2", r"bart has attention to which it does not hand on the attention_mask"),
+    ("gpt_neo", GPT_NEO, TWO + "--cp_size 2", r"gpt_neo has attention with a mask of its own \('context_parallel'\)"),
+    ("deepseek_v4", V4, TWO + "--cp_size 2", r"deepseek_v4 has attention with other queries or keys than those of"),
+    ("doge", {}, TWO + "--cp_size 2", r"doge has a mask that is not only causal, which cp_size 2 cannot express"),
+    ("xlstm", {}, TWO + "--cp_size 2", r"xlstm has layers that mix tokens by other means than attention"),
+    ("musicgen", {}, "", r"musicgen cannot be planned without data: "),
+]
+
+
+@pytest.mark.parametrize("family, changes, flags, match", BAD_FAMILIES, ids=[f"{c[0]} {c[2]}" for c in BAD_FAMILIES])
+def test_families_that_a_mesh_cannot_express(pool, tmp_path, family, changes, flags, match):
+    families.shrink(type(families.AutoConfig.for_model(family)), **changes).save_pretrained(tmp_path)
+    argv = f"--dry_run --device cpu --from_scratch --model_name {tmp_path} --seq_len 32 {flags}".split()
+    launch = pool.launch(0, *argv, timeout=60)
+    assert launch.codes == [2], launch
+    sentence = only_sentence(launch.outputs, f"{family} {flags}")
+    assert re.search(match, sentence), sentence
+
+
+def have_a_disk_of_its_own_without_locks():
+    def acquire(*args, **options):
+        raise NotImplementedError
+
+    load_script().filelock.FileLock.acquire = acquire
+    if os.environ["RANK"] == "1":
+        exists = os.path.exists
+        os.path.exists = lambda path: ".probe_" not in str(path) and exists(path)
+
+
+def test_an_output_directory_that_other_machines_do_not_see_is_refused(pool, tmp_path):
+    launch = pool.launch(2, "--output_dir", tmp_path, before=have_a_disk_of_its_own_without_locks)
+    assert launch.codes == [2, 2], launch
+    assert f"{tmp_path} is on a file system without locks: let no other run write there" in launch.outputs[0], launch
+    assert "it is not the same directory on all machines" in only_sentence(launch.outputs, "two machines")
+
+
 def test_the_printed_command_keeps_flags_and_mesh(script, as_rank, monkeypatch):
     as_rank(2, LOCAL_WORLD_SIZE="2", TP_SIZE="2")
     monkeypatch.delenv("LAUNCHED_AS", raising=False)
@@ -402,6 +455,13 @@ def test_a_json_file_that_is_none_is_refused(script, tmp_path, capsys, text):
     with pytest.raises(SystemExit) as refusal:
         script.parse_arguments([str(tmp_path / "flags.json")])
     assert refusal.value.code == 2 and "error:" in capsys.readouterr().err
+
+
+def test_a_version_that_is_too_old_is_said_before_anything_is_imported():
+    code = f"import importlib.metadata as m, runpy; m.version = lambda name: '2.10.1'; runpy.run_path({str(SCRIPT)!r})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1, run
+    assert run.stderr == f"{ERROR}torch 2.10.1 will not do, it takes 2.11 or later, below 2.16\n", run
 
 
 def test_the_help_comes_before_heavy_imports():

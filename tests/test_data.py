@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import load_script
+from conftest import ALL, load_script
 
 
 CPU = torch.device("cpu")
@@ -32,9 +32,8 @@ def test_labels_are_the_next_tokens(script):
 
 
 def batches_of_rank(sizes, micro_batch_size):
-    dp, cp, tp = sizes
     script = load_script()
-    mesh = script.build_mesh("cpu", dp=dp, cp=cp, tp=tp)
+    mesh = script.build_mesh("cpu", **sizes._asdict())
     inputs = torch.arange(8 * 16).view(8, 16)
     micro_batches = script.shard_batch(inputs, inputs + 1, mesh, micro_batch_size, CPU)
     place = tuple(mesh.get_local_rank(axis) for axis in ("dp", "cp", "tp"))
@@ -42,7 +41,7 @@ def batches_of_rank(sizes, micro_batch_size):
 
 
 def test_every_token_is_on_one_dp_and_cp_rank_and_on_all_tp_ranks(pool):
-    by_place = dict(pool.run(8, batches_of_rank, (2, 2, 2), 2))
+    by_place = dict(pool.run(8, batches_of_rank, ALL, 2))
     seen = []
     for (dp, cp, tp), batches in by_place.items():
         assert batches == by_place[(dp, cp, 0)], "tp ranks must have the same tokens"

@@ -1,7 +1,6 @@
 """A checkpoint of any mesh becomes a folder for from_pretrained, bit for bit and in little memory, or starts a run."""
 
 import json
-import math
 import os
 import threading
 import time
@@ -10,13 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import load_script, make_config, make_model, read_metrics, save, shard_model
+from conftest import (
+    ALL,
+    FLAGS,
+    ONE,
+    Mesh,
+    differing,
+    load_script,
+    make_config,
+    make_model,
+    read_metrics,
+    save,
+    shard_model,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-MESHES = [(1, 1, 1), (2, 2, 2), (3, 1, 1)]  # (dp, cp, tp); 3 divides no size
 IDS = torch.arange(24).view(1, 24)
-FLAGS = ["--seq_len", 32, "--global_batch_size", 2, "--warmup_steps", 2]
 
 
 def save_in(sizes, folder, config):
@@ -26,11 +35,11 @@ def save_in(sizes, folder, config):
     return str(save(folder, model, optimizer, sizes, step=3).result())
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=lambda s: "dp{}-cp{}-tp{}".format(*s))
+@pytest.mark.parametrize("sizes", [ONE, ALL, Mesh(dp=3)], ids=str)  # 3 divides no size
 @pytest.mark.parametrize("family, tied", [("llama", True), ("qwen3", False)])
 def test_exported_folder_is_the_model(pool, script, tmp_path, monkeypatch, sizes, family, tied):
-    config = make_config(family, vocab=510 if sizes == (2, 2, 2) else 509, tied=tied)
-    path = Path(pool.run(math.prod(sizes), save_in, sizes, str(tmp_path), config)[0])
+    config = make_config(family, vocab=510 if sizes == ALL else 509, tied=tied)
+    path = Path(pool.run(sizes.ranks, save_in, sizes, str(tmp_path), config)[0])
     split = script.split_torch_state_dict_into_shards
     monkeypatch.setattr(script, "split_torch_state_dict_into_shards", lambda s, **_: split(s, max_shard_size="100KB"))
     for dtype in (torch.float32, torch.bfloat16):
@@ -40,7 +49,8 @@ def test_exported_folder_is_the_model(pool, script, tmp_path, monkeypatch, sizes
         assert not info["missing_keys"] and not info["unexpected_keys"], info
         expected = make_model(config).to(dtype)
         assert model.dtype == dtype and model.config.architectures == [type(model).__name__]
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+        wrong = differing(dict(model.named_parameters()), dict(expected.named_parameters()))
+        assert not wrong, f"saved in {sizes}, exported as {dtype}: {wrong}"
         if dtype == torch.float32:  # in the other, `to` has cast the rotary frequencies of the expected model as well
             logits, expected_logits = (m.eval()(input_ids=IDS).logits for m in (model, expected))
             assert torch.equal(logits, expected_logits)
@@ -57,7 +67,7 @@ def export_in_little_memory(folder):
     config = make_config("llama", vocab=2048, hidden_size=512, intermediate_size=2048, num_hidden_layers=16)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     largest, total = max(p.nbytes for p in model.parameters()), sum(p.nbytes for p in model.parameters())
-    path = save(folder, model, torch.optim.SGD(model.parameters(), lr=0.1), (1, 1, 1), step=1).result()
+    path = save(folder, model, torch.optim.SGD(model.parameters(), lr=0.1), ONE, step=1).result()
     del model
 
     def resident():
@@ -84,7 +94,7 @@ def test_export_holds_a_few_tensors_only(pool, tmp_path):
 
 
 def test_a_failing_export_leaves_nothing(pool, script, tmp_path, monkeypatch, capsys):
-    path = Path(pool.run(1, save_in, (1, 1, 1), str(tmp_path), make_config("llama"))[0])
+    path = Path(pool.run(1, save_in, ONE, str(tmp_path), make_config("llama"))[0])
 
     def full(*args, **options):
         raise OSError(28, "No space left on device")
@@ -168,7 +178,7 @@ def test_an_export_reads_one_checkpoint_while_a_run_saves_the_next(script, tmp_p
     """The run moves the checkpoint aside, and another one into its place, after the first tensor was read."""
     model = make_model(make_config("llama"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    path = save(tmp_path, model, optimizer, (1, 1, 1), step=1).result()
+    path = save(tmp_path, model, optimizer, ONE, step=1).result()
     expected = [parameter.detach().clone() for parameter in model.parameters()]
     original, calls = script.read_slice, []
 
@@ -178,7 +188,7 @@ def test_an_export_reads_one_checkpoint_while_a_run_saves_the_next(script, tmp_p
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.zero_()
-            save(tmp_path, model, optimizer, (1, 1, 1), step=2).result()
+            save(tmp_path, model, optimizer, ONE, step=2).result()
         return original(*args)
 
     monkeypatch.setattr(script, "read_slice", read_slice)

@@ -20,10 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import load_script, make_config, make_model, read_metrics, save
-
-
-FLAGS = ["--seq_len", 32, "--global_batch_size", 2, "--warmup_steps", 2]
+from conftest import DP, FLAGS, ONE, before_call, load_script, make_config, make_model, read_metrics, save
 
 
 # a checkpoint whose parameters and moments all have the value of its step, so that a mixed one cannot be missed
@@ -46,7 +43,7 @@ def filled_optimizer(model, step):
     return optimizer
 
 
-def save_step(folder, step, keep_last=2, sizes=(1, 1, 1), before=lambda: None):
+def save_step(folder, step, keep_last=2, sizes=ONE, before=lambda: None):
     model = small_model(step)
     if dist.is_initialized():
         load_script().apply_fsdp(model, dist.init_device_mesh("cpu", (dist.get_world_size(),)), dtype=torch.float32)
@@ -66,7 +63,8 @@ def resumed_step(folder):
     optimizer = filled_optimizer(model, -1)
     script.load_checkpoint(path, model, optimizer)
     tensors = [*model.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
-    assert all((tensor == manifest["step"]).all() for tensor in tensors), f"{path} is mixed"
+    values = {value for tensor in tensors for value in tensor.unique().tolist()}
+    assert values == {manifest["step"]}, f"{path} of step {manifest['step']} is mixed, it has {sorted(values)}"
     return manifest["step"]
 
 
@@ -120,7 +118,7 @@ def kill_one(template, folder, victim, number, step):
     for rank in range(2):
         child = os.fork()
         if child == 0:
-            save_and_die(folder / "output", store, rank, victim, number, step, (2, 1, 1))
+            save_and_die(folder / "output", store, rank, victim, number, step, DP)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     count = Path(f"{store}.count")
@@ -134,7 +132,7 @@ def sweep(folder, saved_before, victim, every):
     folder, found = Path(folder), {}
     (template := folder / "template").mkdir(parents=True)
     for step in range(1, saved_before + 1):
-        save_step(template, step, sizes=(2, 1, 1))
+        save_step(template, step, sizes=DP)
     calls = kill_one(template, folder / "whole", victim, 10**9, saved_before + 1)
     moving = ("os.rename", "os.rmdir")  # the kills before and after these are always among those of a short sweep
     numbers = [n for n in range(1, len(calls) + 1) if n % every == 0 or {*calls[max(0, n - 2) : n]} & {*moving}]
@@ -144,8 +142,9 @@ def sweep(folder, saved_before, victim, every):
         found[number] = resumed_step(output)
         # the next save sweeps what the killed one left, and is found
         save_step(output, saved_before + 2)
-        assert resumed_step(output) == saved_before + 2
-        assert not list(output.glob(".tmp_*")) and not list(output.glob(".removed_*")), f"call {number}"
+        step, left = resumed_step(output), [*output.glob(".tmp_*"), *output.glob(".removed_*")]
+        assert step == saved_before + 2, f"killed at call {number}: the next save is not found, but step {step}"
+        assert not left, f"killed at call {number}: the next save has left {left}"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     return calls, found
 
@@ -235,7 +234,7 @@ def test_another_models_checkpoint_is_refused_by_name(script, tmp_path, capsys):
     with pytest.raises(SystemExit):
         script.load_checkpoint(path, two_layers)
     assert "of another model, model.layers.1" in capsys.readouterr().err
-    path = save(tmp_path, two_layers, filled_optimizer(two_layers, 2), (1, 1, 1), step=2).result()
+    path = save(tmp_path, two_layers, filled_optimizer(two_layers, 2), ONE, step=2).result()
     with pytest.raises(SystemExit):
         script.load_checkpoint(path, small_model(0))
     assert "of another model, model.layers.1" in capsys.readouterr().err
@@ -314,14 +313,14 @@ PHASES = {
 def raise_in_each_phase(folder):
     """For each phase: exit code and sentence of this rank, and on rank 0 what is left in the directory after."""
     results, rank = {}, dist.get_rank()
-    save_step(folder, 1, sizes=(2, 1, 1))
+    save_step(folder, 1, sizes=DP)
     for phase, (owner, name, victim) in PHASES.items():
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as printed:
             patch.setattr(time, "sleep", lambda seconds: None)  # what lets the rank that prints end first
             if rank == victim:
                 patch.setattr(owner, name, raising)
             try:
-                save_step(folder, 2, sizes=(2, 1, 1))
+                save_step(folder, 2, sizes=DP)
                 code = 0
             except SystemExit as error:
                 code = error.code
@@ -346,16 +345,7 @@ def test_an_error_in_any_phase_ends_all_ranks_alike(pool, tmp_path):
 
 def break_second_save(rank, action):
     """On one rank, do something in the middle of the second save, where its shards are written."""
-    writer = dcp.FileSystemWriter
-    original, calls = writer.write_data, []
-
-    def write_data(self, plan, planner):
-        calls.append(1)
-        if len(calls) == 2 and os.environ["RANK"] == str(rank):
-            action()
-        return original(self, plan, planner)
-
-    writer.write_data = write_data
+    before_call(dcp.FileSystemWriter, "write_data", 2, action, [rank])
 
 
 def kill_rank_1():
@@ -459,15 +449,7 @@ def test_a_second_run_in_the_same_directory_is_refused(pool, tmp_path):
 
 
 def rank_1_stops_in_load():
-    script = load_script()
-    original = script.SafeReader.read_data
-
-    def read_data(self, plan, planner):
-        if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return original(self, plan, planner)
-
-    script.SafeReader.read_data = read_data
+    before_call(load_script().SafeReader, "read_data", 1, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def test_a_hang_in_a_load_ends(pool, tmp_path):
@@ -489,28 +471,15 @@ def test_fault_on_one_rank_ends_all(pool, tmp_path, action):
     assert action == "stops" or "fault of the test" in launch.outputs[1]
 
 
-def break_third_loss(action):
-    script = load_script()
-    original, calls = script.forward_loss, []
-
-    def forward_loss(model, batch):
-        calls.append(1)
-        if len(calls) == 3 and os.environ["RANK"] == "1":
-            action()
-        return original(model, batch)
-
-    script.forward_loss = forward_loss
-
-
 def rank_1_raises_in_training():
     def action():
         raise RuntimeError("fault of the test")
 
-    break_third_loss(action)
+    before_call(load_script(), "forward_loss", 3, action)
 
 
 def rank_1_stops_in_training():
-    break_third_loss(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    before_call(load_script(), "forward_loss", 3, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def test_a_non_finite_loss_ends_the_run_before_it_is_saved(pool, tmp_path):

@@ -1,10 +1,10 @@
 """What a run says of itself: metrics.jsonl and wandb, on rank 0 only, and never in the way of training."""
 
 import json
-import sys
 from importlib.metadata import version
-from pathlib import Path
 
+import conftest
+import families
 import pytest
 import torch
 from conftest import read_metrics
@@ -12,12 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
-
-import families
-
-
-FLAGS = ["--seq_len", 32, "--global_batch_size", 2, "--warmup_steps", 2, "--num_train_steps", 3]
+FLAGS = [*conftest.FLAGS, "--num_train_steps", 3]
 
 
 @pytest.mark.parametrize("more", [[], ["--document_mask"]], ids=["", "documents"])
@@ -33,7 +28,7 @@ def test_metrics_and_evaluation_are_the_same_in_every_mesh(pool, tmp_path, more)
     for one, four in zip(rows[0], rows[4]):
         assert {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second"} <= one.keys()
         for key in one.keys() - {"tokens_per_second", "tokens_per_second_per_rank", "run", "mesh"}:
-            assert four[key] == pytest.approx(one[key], rel=1e-5), key
+            assert four[key] == pytest.approx(one[key], rel=1e-5), f"{key} of step {one['step']}"
     assert [row["tokens"] for row in rows[0]] == [64, 128, 192]
     assert [row["step"] for row in rows[0] if "eval_loss" in row] == [2]
 

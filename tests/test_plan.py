@@ -1,7 +1,6 @@
 """The dry run says what a real step takes, for models of any size, and the loss never has all logits."""
 
 import ctypes
-import math
 import os
 import re
 import resource
@@ -11,7 +10,7 @@ import sys
 import pytest
 import torch
 import transformers
-from conftest import SCRIPT, load_script
+from conftest import DP, ONE, SCRIPT, TP, load_script
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -66,15 +65,15 @@ class LargestLogits(TorchDispatchMode):
 
 def real_step(sizes, activation_checkpointing):
     """One rank: bytes of its state, of the peak by the kernel's count; and the share of all logits in one tensor."""
-    script, (tp, dp, cp), config = load_script(), sizes, transformers.LlamaConfig(**SMALL)
+    script, config = load_script(), transformers.LlamaConfig(**SMALL)
     ctypes.CDLL(None).mallopt(-3, 2**14)  # M_MMAP_THRESHOLD: what is freed goes back to the kernel at once
-    mesh = script.build_mesh("cpu", dp=dp, cp=cp, tp=tp) if max(sizes) > 1 else None
+    mesh = script.build_mesh("cpu", **sizes._asdict()) if sizes != ONE else None
     options = {"seq_len": SEQ_LEN, "activation_checkpointing": activation_checkpointing}
     model = script.build_model(config, mesh, "cpu", torch.float32, **options)
     script.fill_buffers(model, torch.device("cpu"))
     optimizer = script.build_optimizer(model, weight_decay=0.1)
     script.init_optimizer_state(optimizer)
-    ids = torch.randint(0, SMALL["vocab_size"], (dp, SEQ_LEN))
+    ids = torch.randint(0, SMALL["vocab_size"], (sizes.dp, SEQ_LEN))
     batches = script.shard_batch(ids, ids, mesh, 1, torch.device("cpu"))
     with LargestLogits() as logits:
         script.train_step(model, optimizer, batches, mesh, 1.0)
@@ -88,21 +87,23 @@ def real_step(sizes, activation_checkpointing):
     script.train_step(model, optimizer, batches, mesh, 1.0)
     grown = (kib("VmHWM") - before) * 1024
     state = state_bytes(optimizer)
-    return state, sum(state) + grown, logits.most / (SEQ_LEN // cp * SMALL["vocab_size"])
+    return state, sum(state) + grown, logits.most / (SEQ_LEN // sizes.cp * SMALL["vocab_size"])
 
 
-@pytest.mark.parametrize("sizes, mode", [((1, 1, 1), "none"), ((2, 1, 1), "none"), ((1, 2, 1), "full")])
+@pytest.mark.parametrize("sizes, mode", [(ONE, "none"), (TP, "none"), (DP, "full")], ids=str)
 def test_the_dry_run_says_what_a_real_step_takes(pool, tmp_path, sizes, mode):
-    ranks = pool.run(math.prod(sizes), real_step, sizes, mode)
-    flags = "--tp_size {} --dp_size {} --cp_size {} --world_size {}".format(*sizes, math.prod(sizes)).split()
-    flags += f"--seq_len {SEQ_LEN} --global_batch_size {sizes[1]} --activation_checkpointing {mode}".split()
+    ranks = pool.run(sizes.ranks, real_step, sizes, mode)
+    flags = f"--tp_size {sizes.tp} --dp_size {sizes.dp} --cp_size {sizes.cp} --world_size {sizes.ranks}".split()
+    flags += f"--seq_len {SEQ_LEN} --global_batch_size {sizes.dp} --activation_checkpointing {mode}".split()
     planned = pool.launch(0, *write_config(tmp_path, SMALL), "--device", "cpu", *flags, before=print_state_bytes)
     text = planned.outputs[0]
     assert planned.codes == [0], text
     state, peak, _ = ranks[0]
     assert "state: {} {}\n".format(*state) in text, (state, text)
-    assert float(re.search(r"peak: ([\d.]+) GiB", text)[1]) * 2**30 == pytest.approx(peak, rel=0.1)
-    assert all(0 < share <= 1 / 8 for *_, share in ranks), ranks
+    said = float(re.search(r"peak: ([\d.]+) GiB", text)[1]) * 2**30
+    assert said == pytest.approx(peak, rel=0.1), f"said over real: {said / peak:.3f}"
+    shares = [share for *_, share in ranks]
+    assert all(0 < share <= 1 / 8 for share in shares), f"of all logits a tensor of the loss has {shares}"
 
 
 @pytest.mark.parametrize("name", ["8B"] + ["70B", "405B"] * ("ALL_LLAMAS" in os.environ))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import ROOT, SCRIPT, relative
+from conftest import ROOT, SCRIPT, assert_close
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -76,11 +76,9 @@ def run_part(title, folder):
         grad = parameter.grad.full_tensor() if isinstance(parameter, DTensor) else parameter.grad
         if title == "Context-parallel attention":
             dist.all_reduce(grad)
-        assert relative(grad, grads[name]) < 1e-5, (
-            f"{title}: the gradient of {name} is off by {relative(grad, grads[name])}"
-        )
+        assert_close(grad, grads[name], 1e-5, f"{title}: the gradient of {name}")
     if title in ("Tensor parallelism", "The loss without all logits"):
-        assert relative(namespace["loss"].detach() / labels.numel(), loss.detach()) < 1e-5
+        assert_close(namespace["loss"].detach() / labels.numel(), loss.detach(), 1e-5, f"{title}: the loss")
 
 
 @pytest.mark.parametrize("title", PARTS)

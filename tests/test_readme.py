@@ -1,4 +1,4 @@
-"""What the README says is so: its commands, its flags, and its lines of Python."""
+"""What the READMEs say is so: commands, flags, files, and lines of Python."""
 
 import dataclasses
 import re
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, make_config, make_model, save
+from conftest import ALL, ROOT, differing, make_config, make_model, save
 
 
-README = (ROOT / "README.md").read_text()
+README, OF_TESTS = (ROOT / "README.md").read_text(), (ROOT / "tests" / "README.md").read_text()
 FENCES = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
 
 
@@ -29,9 +29,19 @@ def test_every_flag_exists(script):
     assert used and {word.removeprefix("--") for word in used} <= flags | {"nodes", "gpus-per-node"}  # sbatch's
 
 
-def test_every_file_exists():
-    for name in re.findall(r"`(tests/[\w/]+\.py)`", README):
-        assert (ROOT / name).exists(), name
+@pytest.mark.parametrize("text", [README, OF_TESTS], ids=["README.md", "tests/README.md"])
+def test_every_file_exists(text):
+    names = set(re.findall(r"\btests/[\w/]+\.(?:py|md)\b", text))
+    missing = [name for name in sorted(names) if not (ROOT / name).exists()]
+    assert names and not missing, missing
+
+
+def test_every_file_of_tests_has_its_line():
+    files = {f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")}
+    lines = set(re.findall(r"^\| `(tests/\w+\.py)` \|", OF_TESTS, re.MULTILINE))
+    assert lines == files, lines ^ files
+    benchmarks = [path.name for path in (ROOT / "tests" / "benchmarks").glob("*.py") if path.name not in OF_TESTS]
+    assert not benchmarks, benchmarks
 
 
 def run_the_loading_snippet(folder):
@@ -40,15 +50,15 @@ def run_the_loading_snippet(folder):
 
     saved = make_model(make_config("llama"), seed=1)
     optimizer = torch.optim.AdamW(saved.parameters(), lr=0.1)
-    save(Path(folder) / "output", saved, optimizer, (2, 2, 2), step=1).result()
+    save(Path(folder) / "output", saved, optimizer, ALL, step=1).result()
     os.chdir(folder)
     [snippet] = [body for language, body in FENCES if language == "python" and "dcp.load" in body]
     exec(snippet, names := {})
-    return all(torch.equal(a, b) for a, b in zip(names["model"].parameters(), saved.parameters(), strict=True))
+    return differing(dict(names["model"].named_parameters()), dict(saved.named_parameters()))
 
 
 def test_the_loading_snippet_loads(pool, tmp_path):
-    assert pool.run(1, run_the_loading_snippet, str(tmp_path))[0]
+    assert not pool.run(1, run_the_loading_snippet, str(tmp_path))[0]
 
 
 @pytest.mark.parametrize("word", ["TP_SIZE=2 DP_SIZE=2 CP_SIZE=2", "HuggingFaceTB/SmolLM2-1.7B", "--seq_len 1024"])

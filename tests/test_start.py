@@ -2,27 +2,22 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
+import families
 import pytest
 import torch
-from conftest import load_script, make_config, make_model, relative
+from conftest import DP, ONE, Mesh, differing, load_script, make_config, make_model, whole
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "benchmarks"))
-
-import families
-
-
-MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 2), (3, 1, 1)]  # dp, cp, tp
+SEVERAL = [DP, Mesh(cp=2, tp=2), Mesh(dp=3)]
 
 
 def build(config, sizes):
-    script, (dp, cp, tp) = load_script(), sizes
-    mesh = script.build_mesh("cpu", dp=dp, cp=cp, tp=tp) if math.prod(sizes) > 1 else None
+    script = load_script()
+    mesh = script.build_mesh("cpu", **sizes._asdict()) if sizes != ONE else None
     model = script.build_model(config, mesh, "cpu", torch.float32, seq_len=24)
     script.fill_buffers(model, torch.device("cpu"))
     return model
@@ -30,8 +25,7 @@ def build(config, sizes):
 
 def full_state(model):
     """A plain state dict of what the ranks hold together."""
-    state = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
-    return {name: tensor.clone() for name, tensor in state.items()}
+    return {name: whole(tensor) for name, tensor in model.state_dict().items()}
 
 
 def draw(config, sizes, seed):
@@ -50,11 +44,10 @@ def test_drawn_weights_are_those_of_transformers_in_every_mesh(pool, family):
         config = families.shrink(type(families.AutoConfig.for_model(family)), num_hidden_layers=3)
     torch.manual_seed(3)
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()
-    for sizes in MESHES if family != "gpt2" else [(1, 1, 1), (2, 1, 1)]:
-        drawn = pool.run(math.prod(sizes), draw, config, sizes, 3)[0]
-        assert drawn.keys() == plain.keys()
-        assert all(torch.equal(drawn[name], tensor) for name, tensor in plain.items()), (family, sizes)
-    assert not torch.equal(draw(config, (1, 1, 1), seed=4)["lm_head.weight"], plain["lm_head.weight"])
+    for sizes in [ONE, *SEVERAL] if family != "gpt2" else [ONE, DP]:  # which tp cannot split
+        wrong = differing(pool.run(sizes.ranks, draw, config, sizes, 3)[0], plain)
+        assert not wrong, f"{family} in {sizes}: {wrong}"
+    assert not torch.equal(draw(config, ONE, seed=4)["lm_head.weight"], plain["lm_head.weight"])
 
 
 def read(config, sizes, folder):
@@ -82,15 +75,17 @@ def test_each_rank_reads_its_shards_from_the_folder(pool, tmp_path, tied):
     model.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="100KB" if tied else "10GB")
     assert (tmp_path / "model.safetensors.index.json").exists() == tied
     total = sum(parameter.numel() for parameter in model.parameters())
-    for sizes in MESHES:
-        ranks = pool.run(math.prod(sizes), read, config, sizes, tmp_path)
-        for is_read, state, _ in ranks:
-            assert is_read
-            for name, tensor in model.state_dict().items():
-                assert state[name].dtype == torch.float32 and torch.equal(state[name], tensor.float()), (sizes, name)
+    expected = {name: tensor.float() for name, tensor in model.state_dict().items()}
+    for sizes in [ONE, *SEVERAL]:
+        ranks = pool.run(sizes.ranks, read, config, sizes, tmp_path)
+        for rank, (is_read, state, _) in enumerate(ranks):
+            assert is_read, f"rank {rank} of {sizes} has left it to Transformers"
+            assert {tensor.dtype for tensor in state.values()} == {torch.float32}, sizes
+            wrong = differing(state, expected)
+            assert not wrong, f"rank {rank} of {sizes}: {wrong}"
         values = sum(count for _, _, count in ranks)
         # what tp does not cut, norms here, each tp rank reads
-        assert total <= values <= 1.1 * total, f"{values} of {total} values in (dp, cp, tp) {sizes}"
+        assert total <= values <= 1.1 * total, f"{values} of {total} values in {sizes}"
 
 
 def rename(folder):
@@ -122,10 +117,10 @@ def test_what_needs_a_conversion_is_left_to_transformers(pool, tmp_path, change)
     if change is rename:
         assert not read_only(config, tmp_path)
         return
-    for is_read, state, _ in pool.run(2, read, config, (2, 1, 1), tmp_path):
+    for is_read, state, _ in pool.run(2, read, config, DP, tmp_path):
         assert not is_read
-        for name, tensor in model.state_dict().items():
-            assert relative(state[name], tensor) == 0, name
+        wrong = differing(state, model.state_dict())
+        assert not wrong, wrong
 
 
 def untie(folder):
@@ -145,7 +140,7 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(pool, t
 
 
 def read_only(config, folder):
-    return load_script().read_safetensors(build(config, (1, 1, 1)), folder)
+    return load_script().read_safetensors(build(config, ONE), folder)
 
 
 @pytest.mark.parametrize("sharded", [True, False])

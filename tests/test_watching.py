@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import load_script, make_model, read_metrics, shard_model
+from conftest import ALL, CP, DP, TP, load_script, make_model, read_metrics, shard_model
 from test_logs import read_wandb
 
 
@@ -48,7 +48,7 @@ def write_on_mesh(sizes):
     return text
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [TP, CP, DP, ALL], ids=str)
 def test_text_is_that_of_one_plain_process(pool, script, sizes):
     tokenizer, random = script.byte_tokenizer(), torch.Generator().manual_seed(5)
     model, ids = make_model(script.tiny_config()).eval(), tokenizer(PROMPT)["input_ids"]
@@ -57,10 +57,9 @@ def test_text_is_that_of_one_plain_process(pool, script, sizes):
             logits = model(torch.tensor([ids])).logits[0, -1] / 0.7
         noise = -torch.empty(320).exponential_(generator=random).log()
         ids.append((logits + noise)[: len(tokenizer)].argmax().item())
-    ranks = sizes[0] * sizes[1] * sizes[2]
     expected = tokenizer.decode(ids)
     assert len(set(ids)) > 8, "too monotonous to show a mistake"
-    assert pool.run(ranks, write_on_mesh, sizes) == [expected] * ranks, f"mesh (dp, cp, tp) {sizes}"
+    assert pool.run(sizes.ranks, write_on_mesh, sizes) == [expected] * sizes.ranks, sizes
 
 
 def test_text_is_written_at_the_end_of_a_run_of_tiny(pool, tmp_path):

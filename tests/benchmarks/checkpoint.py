@@ -42,13 +42,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as state_dicts
 import transformers
-from conftest import Pool, load_script, make_model, shard_model
+from conftest import ALL, CP, DP, ONE, TP, Mesh, Pool, load_script, make_model, shard_model
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
 
-MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)]  # (tp, dp, cp), as everywhere here
-LOADED_INTO = {(1, 1, 1): (4, 1, 1), (2, 2, 2): (1, 1, 1), (1, 2, 1): (2, 1, 1)}
+MESHES = [ONE, TP, DP, CP, ALL]
+LOADED_INTO = {ONE: Mesh(tp=4), ALL: ONE, DP: TP}
 REPEATS, MIB = 3, 2**20
 
 
@@ -61,12 +61,12 @@ def build(layers, sizes):
 
     Vocabulary and tied embedding are those of SmolLM2-135M, the heads are such that 4 divides them.
     """
-    (tp, dp, cp), heads = sizes, {"num_attention_heads": 8, "num_key_value_heads": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     widths = {"vocab_size": 49152, "hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": layers}
     config = transformers.LlamaConfig(**widths, **heads, tie_word_embeddings=True)
     # only rank 0 is asked for weights
     source = make_model(config) if dist.get_rank() == 0 else SimpleNamespace(config=config)
-    model, mesh = shard_model(source, (dp, cp, tp))
+    model, mesh = shard_model(source, sizes)
     optimizer = load_script().build_optimizer(model, weight_decay=0.1)
     load_script().init_optimizer_state(optimizer)
     # with the same numbers on all ranks of tp: some tensors have replicas there
@@ -197,7 +197,7 @@ def measure(sizes, layers, folder):
     """All that is measured in one mesh, as one rank sees it."""
     model, optimizer, tensors = build(layers, sizes)
     result, file = defaultdict(list), folder / "gathered.pt"
-    about = dict(zip(("tp", "dp", "cp"), sizes)) | {"run": "b", "step": 1, "tokens": 0}
+    about = sizes._asdict() | {"run": "b", "step": 1, "tokens": 0}
 
     def save(background=None):
         options = {"about": about, "tokenizer": None, "keep_last": 1, "background": background}
@@ -229,9 +229,8 @@ def measure_in_other_mesh(sizes, layers, path):
 
 def run(pool, sizes, function, *args):
     """Call it on the ranks of a mesh. Returns the worst rank's value of each repetition, and the sum of all bits."""
-    ranks = math.prod(sizes)
-    results = pool.run(ranks, function, sizes, *args, timeout=400)
-    bits = {sum(values) // ranks for values in zip(*(result.pop("fingerprints") for result in results))}
+    results = pool.run(sizes.ranks, function, sizes, *args, timeout=400)
+    bits = {sum(values) // sizes.ranks for values in zip(*(result.pop("fingerprints") for result in results))}
     if len(bits) > 1:
         raise AssertionError(f"mesh {sizes}: a load has not brought back what was saved")
     lists = [name for name, value in results[0].items() if isinstance(value, list)]
@@ -247,8 +246,9 @@ def measure_mesh(pool, sizes, layers, folder):
         loaded, loaded_bits = run(pool, other, measure_in_other_mesh, layers, result["path"])
         if loaded_bits != bits:
             raise AssertionError(f"mesh {other} has not loaded what mesh {sizes} saved")
-        elsewhere = f"into {name_of(other)}: {loaded['load_ratio'][0]:.3f} ({loaded['stock_ratio'][0]:.3f})"
-    share, limit = result["whole"] / math.prod(sizes), 0.05 * result["whole"] / math.prod(sizes) + 32 * MIB
+        elsewhere = f"into {other.column}: {loaded['load_ratio'][0]:.3f} ({loaded['stock_ratio'][0]:.3f})"
+    share = result["whole"] / sizes.ranks
+    limit = 0.05 * share + 32 * MIB
     names = "save load gathered_save gathered_load async".split()
     times = {name: statistics.median(result[name][-REPEATS:]) for name in names}
     checksums = [part / (all - part) for part, all in zip(result["checksums"], result["save"])]
@@ -267,10 +267,6 @@ def measure_mesh(pool, sizes, layers, folder):
     }
 
 
-def name_of(sizes):
-    return ",".join(map(str, sizes))
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=15, help="decoder layers; 15 make 101 million parameters")
@@ -281,15 +277,15 @@ def main():
     columns, pool = {}, Pool()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for sizes in MESHES:
-            place = Path(folder) / name_of(sizes)
+            place = Path(folder) / str(sizes)
             place.mkdir()
-            whole, columns[name_of(sizes)] = measure_mesh(pool, sizes, args.layers, place)
+            whole, columns[sizes.column] = measure_mesh(pool, sizes, args.layers, place)
             shutil.rmtree(place)
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
     model = f"a Llama of {args.layers} layers, {whole / 12e6:.1f} million parameters, M = {whole / MIB:.0f} MiB"
     print(f"{versions}; {model}; {os.cpu_count()} cores\n", file=output)
     print(f"| tp,dp,cp | {' | '.join(columns)} |\n|---{'|---:' * len(columns)}|", file=output)
-    for row in columns[name_of(MESHES[0])]:
+    for row in columns[MESHES[0].column]:
         print(f"| {row} | {' | '.join(cells[row] for cells in columns.values())} |", file=output)
     output.close()
 

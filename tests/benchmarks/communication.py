@@ -26,24 +26,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import transformers
-from conftest import Pool, load_script, make_batches, make_model, make_optimizer, shard_model
+from conftest import ALL, CP, DP, TP, Mesh, Pool, load_script, make_batches, make_model, make_optimizer, shard_model
 
 
-MESHES = [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (2, 2, 2, 1), (2, 4, 1, 2)]  # tp, dp, cp, dp_replicate
+MESHES = [(TP, 1), (DP, 1), (CP, 1), (ALL, 1), (Mesh(dp=4, tp=2), 2)]  # and copies of the model, dp_replicate
 SIZES = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 SEQ_LEN, BATCH, MICRO_BATCHES, TARGET = 512, 8, 2, 1.05
 
 
-def count(sizes, dtype):
+def count(sizes, replicas, dtype):
     """Runs on each rank: {axis: {kind: (calls, bytes)}} of one step, and the calls that gloo has run."""
-    script, (tp, dp, cp, replicas) = load_script(), sizes
+    script = load_script()
     config = transformers.LlamaConfig(**SIZES, **HEADS, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False)
-    model, mesh = shard_model(make_model(config), (dp, cp, tp), dtype=dtype, dp_replicate=replicas, seq_len=SEQ_LEN)
+    model, mesh = shard_model(make_model(config), sizes, dtype=dtype, dp_replicate=replicas, seq_len=SEQ_LEN)
     optimizer, device = make_optimizer(model, 1e-3), torch.device("cpu")
     steps = []
     for inputs, labels in make_batches(3, SIZES["vocab_size"], batch=BATCH, seq_len=SEQ_LEN):
-        batches = script.shard_batch(inputs, labels, mesh, BATCH // dp // MICRO_BATCHES, device)
+        batches = script.shard_batch(inputs, labels, mesh, BATCH // sizes.dp // MICRO_BATCHES, device)
         with torch.profiler.profile() as profiler, script.Meter([]) as meter:
             script.train_step(model, optimizer, batches, mesh, 1.0)
         calls = sum(event.count for event in profiler.key_averages() if event.key.startswith("gloo:"))
@@ -61,9 +61,9 @@ def count(sizes, dtype):
     return by_axis, calls
 
 
-def formula(sizes, dtype):
+def formula(sizes, replicas, dtype):
     """The same of what a step has to move, computed from sizes alone."""
-    tp, dp, cp, replicas = sizes
+    dp, cp, tp = sizes
     layers, hidden, width, vocab = (
         SIZES[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
     )
@@ -100,21 +100,20 @@ def main():
     print(
         "| tp,dp,cp (copies) | axis | calls (formula) | MiB (formula) | bytes over formula |\n|---|---|---:|---:|---:|"
     )
-    for sizes in MESHES:
-        tp, dp, cp, replicas = sizes
-        if tp * dp * cp > args.world:
+    for sizes, replicas in MESHES:
+        if sizes.ranks > args.world:
             continue
-        by_axis, calls = pool.run(tp * dp * cp, count, sizes, dtype)[0]
+        by_axis, calls = pool.run(sizes.ranks, count, sizes, replicas, dtype)[0]
         counted = sum(number for kinds in by_axis.values() for number, _ in kinds.values())
         assert counted == calls, f"the Meter has {counted} collectives, gloo {calls}"
-        needed = formula(sizes, dtype)
+        needed = formula(sizes, replicas, dtype)
         for axis, kinds in sorted(by_axis.items()):
             for kind, (number, size) in sorted(kinds.items()):
                 parts = [needed[name][kind] for name in axis.split() if kind in needed.get(name, {})]
                 expected_calls, expected = sum(part[0] for part in parts), sum(part[1] for part in parts)
                 ratio = size / expected if expected else float("inf")
-                missed += [(sizes, axis, kind)] if ratio > TARGET else []
-                name = f"{tp},{dp},{cp}" + f" ({replicas})" * (replicas > 1)
+                missed += [(str(sizes), axis, kind)] if ratio > TARGET else []
+                name = sizes.column + f" ({replicas})" * (replicas > 1)
                 sizes_in_mib = f"{size / 2**20:.4f} ({expected / 2**20:.4f})"
                 print(f"| {name} | {axis} {kind} | {number} ({expected_calls}) | {sizes_in_mib} | {ratio:.4f} |")
     print(f"more than {TARGET} times the formula: {missed or 'nothing'}")

@@ -4,7 +4,7 @@
     python tests/benchmarks/families.py --family mixtral   # one or more of them, printed, the table is left alone
 
 Each family trains 3 SGD steps in one plain process with the model's own attention and loss, which is the truth, and in
-the meshes (tp, dp, cp) of MESHES. Losses and gradient norms of all steps and every full gradient of the first step are
+the meshes of MESHES. Losses and gradient norms of all steps and every full gradient of the first step are
 compared. What was swept is kept in a file, so that a sweep that was stopped goes on; tests/families.md is the table.
 """
 
@@ -28,13 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests, for it
 import reference
 import torch
 import transformers
-from conftest import ROOT, Pool, RecordingSGD, load_script, make_batches, relative
+from conftest import ALL, CP, DP, ROOT, TP, Mesh, Pool, RecordingSGD, load_script, make_batches, relative
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 TABLE = ROOT / "tests" / "families.md"
-MESHES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)]  # tp, dp, cp
+MESHES = [TP, DP, CP, ALL]
 LEARNING_RATE = 0.01
 TOLERANCE, STEPS, SEQ_LEN, BATCH, VOCABULARY = 1e-5, 3, 32, 4, 101  # 101 is a prime: no tp divides it
 EQUAL, ROUNDED, REFUSED, DIFFERENT, CRASHED = "equal", "equal but for rounding", "refused", "different", "crashed"
@@ -159,7 +159,7 @@ def refuse(sentence):
 
 def train_on_mesh(family, sizes, change=None):
     """Runs on each rank: losses, norms, and the full gradients of the first step by name; or why it was refused."""
-    script, (tp, dp, cp), cpu = load_script(), sizes, torch.device("cpu")
+    script, cpu = load_script(), torch.device("cpu")
     script.fail = refuse
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
@@ -167,7 +167,7 @@ def train_on_mesh(family, sizes, change=None):
         change(script)
     source = make_model(make_config(family))
     try:
-        mesh = script.build_mesh("cpu", dp=dp, cp=cp, tp=tp)
+        mesh = script.build_mesh("cpu", **sizes._asdict())
         model = script.build_model(make_config(family), mesh, "cpu", torch.float32, seq_len=SEQ_LEN)
         script.fill_buffers(model, cpu)
         script.send_weights(model, lambda: source, family, None)
@@ -238,7 +238,7 @@ def sweep(family, pool, meshes=MESHES, change=None, is_verbose=False):
     verdicts = {}
     for sizes in meshes:
         try:
-            by_rank = pool.run(math.prod(sizes), train_on_mesh, family, sizes, change, timeout=300)
+            by_rank = pool.run(sizes.ranks, train_on_mesh, family, sizes, change, timeout=300)
             verdicts[str(sizes)] = compare(by_rank, truth)
             if verdicts[str(sizes)][0] == DIFFERENT and not isinstance(by_rank[0], str):
                 error, limit = largest_error(by_rank[0], truth)[0], rounding(family, truth)
@@ -266,7 +266,7 @@ def write_table(done, versions):
         lines.append(f"| {name} | {' | '.join(cells)} |")
     kinds = (EQUAL, ROUNDED, REFUSED, DIFFERENT, CRASHED)
     summary = [f"| {kind} | {' | '.join(str(column.count(kind)) for column in counts.values())} |" for kind in kinds]
-    title = "| | " + " | ".join("tp {}, dp {}, cp {}".format(*mesh) for mesh in MESHES) + " |"
+    title = "| | " + " | ".join(f"tp {mesh.tp}, dp {mesh.dp}, cp {mesh.cp}" for mesh in MESHES) + " |"
     TABLE.write_text(HEADER.format(**versions) + "\n".join([title, RULE, *summary, "", title, RULE, *lines]) + "\n")
 
 
@@ -277,7 +277,7 @@ def tidy(reason):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--family", nargs="*", help="only these, as config.json calls them (model_type)")
-    parser.add_argument("--mesh", type=json.loads, nargs="*", help="only these, such as [2,1,1] for tp 2")
+    parser.add_argument("--mesh", type=json.loads, nargs="*", help="only these: [dp,cp,tp], such as [1,1,2] for tp 2")
     results = Path(tempfile.gettempdir()) / "families.jsonl"
     parser.add_argument("--results", type=Path, default=results, help="what a sweep that was stopped goes on from")
     args = parser.parse_args()
@@ -285,7 +285,7 @@ def main():
     warnings.filterwarnings("ignore")
     pool, results = Pool(), args.results
     versions = {package: version(package) for package in ("torch", "transformers")}
-    meshes, done = [tuple(mesh) for mesh in args.mesh or MESHES], {}
+    meshes, done = [Mesh(*mesh) for mesh in args.mesh or MESHES], {}
     if not args.family and results.exists():
         lines = [json.loads(line) for line in results.read_text().splitlines()]
         done = {line["name"]: line for line in lines if line["versions"] == versions}
@@ -297,7 +297,7 @@ def main():
         one_process.cache_clear()
         entry = {"name": family, "versions": versions, "verdicts": verdicts}
         for mesh, verdict in verdicts.items():
-            print(f"{family:20} {mesh:10} {verdict if mesh == 'family' else ': '.join(verdict)}", flush=True)
+            print(f"{family:20} {mesh:11} {verdict if mesh == 'family' else ': '.join(verdict)}", flush=True)
         print(f"{family:20} {time.perf_counter() - started:.1f} s", flush=True)
         if not args.family:
             done[family] = entry

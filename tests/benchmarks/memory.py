@@ -22,7 +22,6 @@ the ranks the worst one counts. "none", "selective" and "full" are values of --a
 import argparse
 import ctypes
 import functools
-import math
 import os
 import platform
 import re
@@ -36,11 +35,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import transformers
-from conftest import SCRIPT, Pool, load_script
+from conftest import ALL, CP, DP, ONE, SCRIPT, TP, Mesh, Pool, load_script
 from torch.distributed.tensor import DTensor
 
 
-MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 2, 2)]  # (tp, dp, cp), as everywhere here
+MESHES = [ONE, TP, DP, CP, Mesh(dp=2, tp=2), ALL]
 MODES, MIB = ("none", "selective", "full"), 2**20
 
 
@@ -56,8 +55,8 @@ def nbytes(tensors):
 
 def build(config, sizes, seq_len, mode):
     """Model, optimizer and one micro-batch, as the script makes them; one process alone has no mesh."""
-    script, (tp, dp, cp) = load_script(), sizes
-    mesh = script.build_mesh("cpu", dp=dp, cp=cp, tp=tp) if max(sizes) > 1 else None
+    script = load_script()
+    mesh = script.build_mesh("cpu", **sizes._asdict()) if sizes != ONE else None
     options = {"seq_len": seq_len, "activation_checkpointing": mode}
     model = script.build_model(config, mesh, "cpu", torch.float32, **options)
     script.fill_buffers(model, torch.device("cpu"))
@@ -65,7 +64,7 @@ def build(config, sizes, seq_len, mode):
         (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().normal_(0, 0.02)
     optimizer = script.build_optimizer(model, weight_decay=0.1)
     script.init_optimizer_state(optimizer)
-    ids = torch.randint(0, config.vocab_size, (dp, seq_len + 1), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, config.vocab_size, (sizes.dp, seq_len + 1), generator=torch.Generator().manual_seed(0))
     batches = script.shard_batch(ids[:, :-1], ids[:, 1:], mesh, 1, torch.device("cpu"))
     return model, optimizer, batches, mesh
 
@@ -124,27 +123,26 @@ def measure(config, sizes, seq_len, mode):
     result["optimizer"] = nbytes(t for state in optimizer.state.values() for t in state.values() if t.ndim)
     held = result["parameters"] + nbytes(t for state in optimizer.state.values() for t in state.values())
     ends = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-    whole = sum(p.numel() * 4 for p in ends) // sizes[0]  # the vocabulary divides by tp
+    whole = sum(p.numel() * 4 for p in ends) // sizes.tp  # the vocabulary divides by tp
     result["activations"] = at_loss - (whole if mesh is not None else 0)  # FSDP copies them on one rank, too
     result |= {"resident": held + resident, "allocator": held + peak}
     if mode == "none":
-        tokens = seq_len // sizes[2]
-        result["loss"] = in_loss / (ends[1].numel() * 4 / sizes[0])
+        tokens = seq_len // sizes.cp
+        result["loss"] = in_loss / (ends[1].numel() * 4 / sizes.tp)
         del model, optimizer, step
         model, optimizer, batches, mesh = build(config, sizes, seq_len, mode)
         model.get_output_embeddings().weight.requires_grad_(False)
         optimizer = script.build_optimizer(model, weight_decay=0.1)
         once = functools.partial(script.train_step, model, optimizer, batches, mesh, 1.0)
-        own = tokens // sizes[0] * config.hidden_size * 4  # the gradient of the hidden states
+        own = tokens // sizes.tp * config.hidden_size * 4  # the gradient of the hidden states
         result["logits"] = (allocator_peaks(once)[2] - own) / (tokens * config.vocab_size * 4)
     return result
 
 
 def predict(folder, sizes, seq_len, mode):
     """The bytes of a rank's peak that the dry run prints."""
-    names = zip(("--tp_size", "--dp_size", "--cp_size", "--world_size"), (*sizes, math.prod(sizes)))
-    flags = [str(word) for pair in names for word in pair]
-    flags += f"--seq_len {seq_len} --global_batch_size {sizes[1]} --activation_checkpointing {mode}".split()
+    flags = f"--tp_size {sizes.tp} --dp_size {sizes.dp} --cp_size {sizes.cp} --world_size {sizes.ranks}".split()
+    flags += f"--seq_len {seq_len} --global_batch_size {sizes.dp} --activation_checkpointing {mode}".split()
     command = [sys.executable, SCRIPT, "--dry_run", "--device", "cpu", "--from_scratch", "--model_name", folder, *flags]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return float(re.search(r"peak: ([\d.]+) GiB", text)[1]) * 2**30
@@ -152,7 +150,7 @@ def predict(folder, sizes, seq_len, mode):
 
 def measure_mesh(pool, config, folder, sizes, seq_len, one):
     """The cells of one mesh, by the row of the table. `one` keeps what one process has, for the meshes that follow."""
-    ranks, cells = math.prod(sizes), {}
+    ranks, cells = sizes.ranks, {}
     for mode in MODES:
         results = pool.run(ranks, measure, config, sizes, seq_len, mode, timeout=900)
         worst = {name: max(result[name] for result in results) for name in results[0]}
@@ -165,7 +163,7 @@ def measure_mesh(pool, config, folder, sizes, seq_len, one):
                 cells[f"{name}, over {copies if copies > 1 else ''}M / N"] = f"{worst[name] / share:.4f}"
             cells["logits in the loss, over all logits (target 0.125)"] = f"{worst['logits']:.3f}"
             cells["loss, over the head's gradient"] = f"{worst['loss']:.2f}"
-        share = one[mode] / (sizes[0] * sizes[2])
+        share = one[mode] / (sizes.tp * sizes.cp)
         mine, ratio = worst["activations"], predicted / worst["resident"]
         cells[f"{mode}: activations, MiB (over 1 process / (cp tp))"] = f"{mine / MIB:.0f} ({mine / share:.2f})"
         peaks = f"{worst['resident'] / MIB:.0f} ({worst['allocator'] / MIB:.0f}; {ratio:.3f})"
@@ -184,9 +182,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         for sizes in MESHES:
-            name = ",".join(map(str, sizes))
-            columns[name] = measure_mesh(pool, config, folder, sizes, args.seq_len, one)
-            print(name, columns[name], file=sys.stderr, flush=True)
+            columns[sizes.column] = measure_mesh(pool, config, folder, sizes, args.seq_len, one)
+            print(sizes, columns[sizes.column], file=sys.stderr, flush=True)
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
     model = f"a Llama of {args.layers} layers, {one['M'] / 4e6:.1f} million parameters, M = {one['M'] / MIB:.0f} MiB"
     print(f"{versions}; {model}; micro-batches of 1 x {args.seq_len} / cp\n", file=output)
