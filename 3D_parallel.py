@@ -665,11 +665,8 @@ def plan_block(block: nn.Module, own_plan: dict[nn.Module, str], hidden_size: in
 
 def plan_blocks(model: PreTrainedModel) -> dict[str, dict[str, str]]:
     """The plan of each block: of a layer's children that mix tokens or widen them, such as attention, MLP, experts."""
-    config, hidden_size = model.config.get_text_config(), model.get_input_embeddings().embedding_dim
-    try:
-        num_heads = getattr(config, "num_attention_heads", 0)
-    except RuntimeError:  # of Transformers, which has no one number to give
-        fail(f"the number of heads of {config.model_type} differs between its layers; tp_size 1 would work")
+    num_heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
+    hidden_size = model.get_input_embeddings().embedding_dim
     names, plans = {module: name for name, module in model.named_modules()}, {}
     own_plan = {module: model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for module, name in names.items()}
     own_plan = {module: style for module, style in own_plan.items() if style in {*GATHERED, *GATHERED.values()}}
@@ -1404,11 +1401,8 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
                 del decoder.forward
 
         def decode(*args: Any, **kwargs: Any) -> Any:
-            output = run_decoder(*args, **kwargs)
-            if getattr(output, "last_hidden_state", None) is None:  # of some families it is the head
-                return output
-            decoded.append(output)
-            return with_hidden(output, output.last_hidden_state[:, :1])
+            decoded.append(run_decoder(*args, **kwargs))
+            return with_hidden(decoded[0], decoded[0].last_hidden_state[:, :1])
 
         def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
             return SumCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), first, group)
