@@ -172,16 +172,30 @@ def read_flags(argv: list[str]) -> list[str]:
 
 
 def parse_arguments(argv: list[str]) -> Config:
-    """Read the flags, fill in the mesh from TP_SIZE, DP_SIZE, CP_SIZE and WORLD_SIZE, and refuse what cannot work.
+    """Read the flags, fill in what depends on the number of ranks, and refuse what cannot work.
 
     A JSON file of flags as the only argument does as well; each run leaves one, flags.json, in its output_dir.
     """
-    argv = read_flags(argv)
     usage = {"usage": "3D_parallel.py [flags]", "description": __doc__.split("\n")[0], "allow_abbrev": False}
     parser = HfArgumentParser(Config.__mro__[1:-1], **usage)
     parser.error, env = fail, os.environ.get
     parser.set_defaults(tp_size=env("TP_SIZE") or 1, dp_size=env("DP_SIZE") or None, cp_size=env("CP_SIZE") or 1)
-    args = Config(**vars(parser.parse_args(argv)))
+    args = Config(**vars(parser.parse_args(read_flags(argv))))
+    if args.learning_rate is None:
+        args.learning_rate = 4e-3 if args.model_name == "tiny" else 5e-5
+    check_values(args)
+    world_size = int(env("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+    if args.dry_run and world_size > 1:
+        fail(f"--dry_run takes one process, but there are {world_size}; --world_size is for the ranks to plan for")
+    if args.export_dir is not None:
+        check_export(args, world_size)
+    elif args.plot is None:
+        fit_to_ranks(args, args.world_size if args.dry_run else world_size)
+    return args
+
+
+def check_values(args: Config) -> None:
+    """Refuse flags that no number of ranks could make work."""
     from_1 = "tp_size dp_size cp_size seq_len global_batch_size micro_batch_size num_train_steps keep_last timeout"
     from_1 += " dp_replicate_size world_size"
     for name, value in vars(args).items():
@@ -192,25 +206,26 @@ def parse_arguments(argv: list[str]) -> Config:
         fail("--max_grad_norm 0 would erase every gradient; a large value such as 1e9 turns clipping off")
     if args.init_from is not None and args.from_scratch:
         fail(f"--init_from {args.init_from} and --from_scratch exclude each other; give one of them")
-    if args.learning_rate is None:
-        args.learning_rate = 4e-3 if args.model_name == "tiny" else 5e-5
-    world_size = int(env("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
-    if args.dry_run and world_size > 1:
-        fail(f"--dry_run takes one process, but there are {world_size}; --world_size is for the ranks to plan for")
     if args.world_size > 1 and not args.dry_run:
         fail(f"--world_size {args.world_size} is for --dry_run; a launcher such as torchrun sets the number of ranks")
-    world_size = args.world_size if args.dry_run else world_size
-    if args.plot:
-        return args
-    if args.export_dir is not None:
-        folder = Path(args.export_dir)
-        if world_size > 1 or args.resume == "never":
-            fail("--export_dir takes one process and a checkpoint: plain python with --resume PATH or auto")
-        is_taken = folder.is_symlink() or folder.is_mount()  # a rename cannot put a folder in the place of these
-        if is_taken or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-            fail(f"--export_dir {folder} exists already; give a new directory")
-        return args
 
+
+def check_export(args: Config, world_size: int) -> None:
+    """Refuse an export that has no checkpoint, or no place."""
+    folder = Path(args.export_dir)
+    if world_size > 1 or args.resume == "never":
+        fail("--export_dir takes one process and a checkpoint: plain python with --resume PATH or auto")
+    is_taken = folder.is_symlink() or folder.is_mount()  # a rename cannot put a folder in the place of these
+    if is_taken or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        fail(f"--export_dir {folder} exists already; give a new directory")
+
+
+def divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def fit_to_ranks(args: Config, world_size: int) -> None:
+    """Fill in the sizes of mesh and batch that were left out, and refuse those that do not go together."""
     tp, cp = args.tp_size, args.cp_size
     dp = args.dp_size = args.dp_size or max(1, world_size // (tp * cp))
     if (needed := tp * dp * cp) != world_size:
@@ -218,22 +233,19 @@ def parse_arguments(argv: list[str]) -> Config:
         works = f"--world_size {needed} would work" if args.dry_run else f"launch with --nproc_per_node {needed}"
         fail(f"tp_size {tp} x dp_size {dp} x cp_size {cp} needs {needed} processes, but there {there}; {works}")
     if dp % args.dp_replicate_size:
-        works = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
-        fail(f"--dp_replicate_size {args.dp_replicate_size} does not divide dp_size {dp}; {works} would work")
+        fail(f"--dp_replicate_size {args.dp_replicate_size} does not divide dp_size {dp}; {divisors(dp)} would work")
     batch = args.global_batch_size = args.global_batch_size or math.ceil(8 / dp) * dp
     if batch % dp:
         fail(f"--global_batch_size {batch} does not divide by dp_size {dp}; {math.ceil(batch / dp) * dp} would work")
     share = batch // dp
-    args.micro_batch_size = args.micro_batch_size or share
-    if share % args.micro_batch_size:
-        works = ", ".join(str(n) for n in range(1, share + 1) if share % n == 0)
-        fail(f"--micro_batch_size {args.micro_batch_size} does not divide a rank's {share} sequences; use {works}")
+    micro = args.micro_batch_size = args.micro_batch_size or share
+    if share % micro:
+        fail(f"--micro_batch_size {micro} does not divide a rank's {share} sequences; use {divisors(share)}")
     # under cp a rank holds two chunks of the sequence, and tp cuts what a rank holds once more
     unit = math.lcm(2 * cp if cp > 1 else 1, cp * tp)
     if rest := args.seq_len % unit:
         works = " or ".join(str(n) for n in (args.seq_len - rest, args.seq_len - rest + unit) if n)
         fail(f"--seq_len {args.seq_len} does not divide by {unit} (cp_size {cp}, tp_size {tp}); {works} would work")
-    return args
 
 
 if __name__ == "__main__":  # the help, and flags that cannot work, end here
@@ -588,6 +600,132 @@ def send_weights(model: nn.Module, read_weights: Callable, source: str, group: P
 # ---- 4 plans: tensor parallel, then FSDP -----------------------------------------------------------------------------
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, which may be a plain one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def redistribute(tensor: Tensor, mesh: DeviceMesh, here: Any, there: Any) -> Tensor:
+    """Bring a rank's tensor from one placement to another. What is replicated gets a part of its gradient on each
+    rank, which the backward adds up (and scatters again, if it was sharded)."""
+    placed = DTensor.from_local(tensor, mesh, [here], run_check=False).redistribute(placements=[there])
+    return placed.to_local(grad_placements=[Partial() if there.is_replicate() else there])
+
+
+def cut_parameters(module: nn.Module, parts: dict[str, nn.Module], styles: dict[str, str], tp_mesh: DeviceMesh) -> None:
+    """Cut the parameters of a module's parts over tp; while it runs, they find plain tensors under these names.
+
+    What is not cut is the same on all ranks, but each computes only a part of its gradient, that of its columns or its
+    tokens: `sum_over_tp` adds them up, once a step.
+    """
+    tp, kinds, places = tp_mesh.size(), {*styles.values()}, []
+    for part, owner in parts.items():
+        style = styles.get(part, "")
+        # a block with heads of its own has a number for each head at most, see `plan_block`
+        is_column = "col" in style or (owner is module and "colwise" in kinds and "experts" not in kinds)
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            is_stacked = style == "experts" and parameter.shape[0] == owner.num_experts
+            is_row = "row" in style and name == "weight"
+            placement = Shard(0) if is_column or is_stacked else Shard(1) if is_row else Replicate()
+            cut = distribute_tensor(parameter, tp_mesh, [placement], src_data_rank=None)
+            owner.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+            # a replicated gradient is not so yet; were it called partial, FSDP would sum each one over tp by itself
+            places.append((owner, name, placement, tp if "row" in style and name == "bias" else 1))
+
+    def find_plain(module: nn.Module, args: tuple) -> None:
+        for owner, name, grad, share in places:
+            plain = getattr(owner, name).to_local(grad_placements=[grad])
+            # each rank of a sum adds its share of the bias; in __dict__, because setattr takes no plain tensor
+            owner.__dict__[name] = plain if share == 1 else plain / share
+
+    def find_parameters(module: nn.Module, args: tuple, output: Any) -> None:
+        for owner, name, _, _ in places:
+            owner.__dict__.pop(name, None)
+
+    module.register_forward_pre_hook(find_plain)
+    module.register_forward_hook(find_parameters, always_call=True)
+
+
+def rows_of_rank(vocab_size: int, tp_size: int) -> int:
+    """How many tokens of the vocabulary a tp rank has, as DTensor cuts it; the last one has what is left."""
+    return -(-vocab_size // tp_size)
+
+
+def split_embedding(embedding: nn.Embedding, tp_mesh: DeviceMesh) -> None:
+    """Split the vocabulary over tp. Takes all tokens, (B, S), and returns this rank's of the sequence, (B, S/tp, H)."""
+    # not RowwiseParallel, whose backward has a gradient of the whole vocabulary on each rank
+    rows = rows_of_rank(embedding.num_embeddings, tp_mesh.size())
+    first, padding, own_forward = rows * tp_mesh.get_local_rank(), embedding.padding_idx, embedding.forward
+
+    def forward(ids: Tensor) -> Tensor:
+        is_own = (ids >= first) & (ids < first + rows)
+        hidden = own_forward((ids - first).where(is_own, 0)).masked_fill(~is_own[..., None], 0)
+        if padding is not None:  # whose row has no gradient
+            hidden = hidden.detach().where((ids == padding)[..., None], hidden)
+        return redistribute(hidden, tp_mesh, Partial(), Shard(1))
+
+    cut_parameters(embedding, {"": embedding}, {"": "colwise"}, tp_mesh)
+    embedding.padding_idx, embedding.forward = None, forward
+
+
+def split_head(head: nn.Linear, tp_mesh: DeviceMesh) -> None:
+    """Split the output head over the vocabulary. Takes (B, S/tp, H), returns (B, S, V/tp), which is never gathered."""
+    cut_parameters(head, {"": head}, {"": "colwise"}, tp_mesh)
+    head.register_forward_pre_hook(lambda module, args: redistribute(args[0], tp_mesh, Shard(1), Replicate()))
+
+
+def split_experts(experts: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Leave each rank a part of the experts, which adds nothing to tokens that take none of them."""
+    experts.num_experts //= tp_mesh.size()
+    experts._is_expert_parallel = True  # private: what tells Transformers that there are such tokens
+    count, first = experts.num_experts, experts.num_experts * tp_mesh.get_local_rank()
+
+    def localize(value: Any) -> Any:  # this rank's experts from 0 on, and for all others the number after the last
+        if not isinstance(value, Tensor) or value.is_floating_point():
+            return value
+        return torch.where((value >= first) & (value < first + count), value - first, count)
+
+    experts.register_forward_pre_hook(lambda module, *inputs: tree_map(localize, inputs), with_kwargs=True)
+
+
+def split_block(block: nn.Module, styles: dict[str, str], tp_mesh: DeviceMesh) -> None:
+    """Split a block over tp. It takes and returns (B, S/tp, H), and works on (B, S, H) in between."""
+    tp, tp_rank, has_experts = tp_mesh.size(), tp_mesh.get_local_rank(), "experts" in styles.values()
+    for name in ("num_heads", "num_key_value_heads"):  # some families cut their projections by these
+        if "colwise" in styles.values() and not has_experts and isinstance(getattr(block, name, None), int):
+            setattr(block, name, getattr(block, name) // tp)
+
+    def gather(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        own = args[0] if args else kwargs["hidden_states"]  # some families pass it by position, some by keyword
+        whole = redistribute(own, tp_mesh, Shard(1), Replicate())
+        return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": whole})
+
+    def scatter(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        batch_and_sequence = (args[0] if args else kwargs["hidden_states"]).shape[:2]
+        whole = hidden.view(*batch_and_sequence, -1)  # some families return (B * S, H)
+        own = redistribute(whole, tp_mesh, Partial(), Shard(1)) if styles else whole.chunk(tp, 1)[tp_rank]
+        own = own.contiguous().flatten(0, 3 - hidden.ndim)  # to as many dimensions as before
+        return (own, *output[1:]) if isinstance(output, tuple) else own
+
+    cut_parameters(block, dict(block.named_modules()), styles, tp_mesh)
+    block.register_forward_pre_hook(gather, with_kwargs=True)
+    for name, style in styles.items():
+        module = block.get_submodule(name)
+        if style == "colwise_gather_output":
+            # a copy, because some families go on to clamp it in place
+            whole = functools.partial(redistribute, mesh=tp_mesh, here=Shard(-1), there=Replicate())
+            module.register_forward_hook(lambda module, args, out, whole=whole: whole(out).clone())
+        elif style == "rowwise_split_input":
+            module.register_forward_pre_hook(lambda module, args: args[0].chunk(tp, -1)[tp_rank])
+        elif style == "experts":
+            split_experts(module, tp_mesh)
+    terms = [name for name, style in styles.items() if "col" not in style]
+    # of one term the ranks are summed at once, so that what follows it, dropout say, is on own tokens
+    summed = block.get_submodule(terms[0]) if len(terms) == 1 and not has_experts else block
+    summed.register_forward_hook(scatter, with_kwargs=True)
+
+
 def find_decoder(model: PreTrainedModel) -> nn.Module:
     """The part of a model that holds the decoder layers; the model itself, if none of its parts does."""
     # get_decoder gives the output head of modernbert-decoder, and all of llama4
@@ -664,7 +802,11 @@ def plan_block(block: nn.Module, own_plan: dict[nn.Module, str], hidden_size: in
 
 
 def plan_blocks(model: PreTrainedModel) -> dict[str, dict[str, str]]:
-    """The plan of each block: of a layer's children that mix tokens or widen them, such as attention, MLP, experts."""
+    """The plan of each block: of a layer's children that mix tokens or widen them, such as attention, MLP, experts.
+
+    For a layer of Llama: "model.layers.0.self_attn": {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise",
+    "o_proj": "rowwise"}, "model.layers.0.mlp": {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}.
+    """
     num_heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
     hidden_size = model.get_input_embeddings().embedding_dim
     names, plans = {module: name for name, module in model.named_modules()}, {}
@@ -677,132 +819,6 @@ def plan_blocks(model: PreTrainedModel) -> dict[str, dict[str, str]]:
                 if not is_alone and any(parameter.ndim > 1 for parameter in block.parameters()):
                     plans[names[block]] = plan_block(block, own_plan, hidden_size, num_heads)
     return plans
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, which may be a plain one."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def redistribute(tensor: Tensor, mesh: DeviceMesh, here: Any, there: Any) -> Tensor:
-    """Bring a rank's tensor from one placement to another. What is replicated gets a part of its gradient on each
-    rank, which the backward adds up (and scatters again, if it was sharded)."""
-    placed = DTensor.from_local(tensor, mesh, [here], run_check=False).redistribute(placements=[there])
-    return placed.to_local(grad_placements=[Partial() if there.is_replicate() else there])
-
-
-def cut_parameters(module: nn.Module, parts: dict[str, nn.Module], styles: dict[str, str], tp_mesh: DeviceMesh) -> None:
-    """Cut the parameters of a module's parts over tp; while it runs, they find plain tensors under these names.
-
-    What is not cut is the same on all ranks, but each computes only a part of its gradient, that of its columns or its
-    tokens: `sum_over_tp` adds them up, once a step.
-    """
-    tp, kinds, places = tp_mesh.size(), {*styles.values()}, []
-    for part, owner in parts.items():
-        style = styles.get(part, "")
-        # a block with heads of its own has a number for each head at most, see `plan_block`
-        is_column = "col" in style or (owner is module and "colwise" in kinds and "experts" not in kinds)
-        for name, parameter in list(owner.named_parameters(recurse=False)):
-            is_stacked = style == "experts" and parameter.shape[0] == owner.num_experts
-            is_row = "row" in style and name == "weight"
-            placement = Shard(0) if is_column or is_stacked else Shard(1) if is_row else Replicate()
-            cut = distribute_tensor(parameter, tp_mesh, [placement], src_data_rank=None)
-            owner.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-            # a replicated gradient is not so yet; were it called partial, FSDP would sum each one over tp by itself
-            places.append((owner, name, placement, tp if "row" in style and name == "bias" else 1))
-
-    def find_plain(module: nn.Module, args: tuple) -> None:
-        for owner, name, grad, share in places:
-            plain = getattr(owner, name).to_local(grad_placements=[grad])
-            # each rank of a sum adds its share of the bias; in __dict__, because setattr takes no plain tensor
-            owner.__dict__[name] = plain if share == 1 else plain / share
-
-    def find_parameters(module: nn.Module, args: tuple, output: Any) -> None:
-        for owner, name, _, _ in places:
-            owner.__dict__.pop(name, None)
-
-    module.register_forward_pre_hook(find_plain)
-    module.register_forward_hook(find_parameters, always_call=True)
-
-
-def split_experts(experts: nn.Module, tp_mesh: DeviceMesh) -> None:
-    """Leave each rank a part of the experts, which adds nothing to tokens that take none of them."""
-    experts.num_experts //= tp_mesh.size()
-    experts._is_expert_parallel = True  # private: what tells Transformers that there are such tokens
-    count, first = experts.num_experts, experts.num_experts * tp_mesh.get_local_rank()
-
-    def localize(value: Any) -> Any:  # this rank's experts from 0 on, and for all others the number after the last
-        if not isinstance(value, Tensor) or value.is_floating_point():
-            return value
-        return torch.where((value >= first) & (value < first + count), value - first, count)
-
-    experts.register_forward_pre_hook(lambda module, *inputs: tree_map(localize, inputs), with_kwargs=True)
-
-
-def split_block(block: nn.Module, styles: dict[str, str], tp_mesh: DeviceMesh) -> None:
-    """Split a block over tp. It takes and returns (B, S/tp, H), and works on (B, S, H) in between."""
-    tp, tp_rank, has_experts = tp_mesh.size(), tp_mesh.get_local_rank(), "experts" in styles.values()
-    for name in ("num_heads", "num_key_value_heads"):  # some families cut their projections by these
-        if "colwise" in styles.values() and not has_experts and isinstance(getattr(block, name, None), int):
-            setattr(block, name, getattr(block, name) // tp)
-
-    def gather(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        own = args[0] if args else kwargs["hidden_states"]  # some families pass it by position, some by keyword
-        whole = redistribute(own, tp_mesh, Shard(1), Replicate())
-        return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": whole})
-
-    def scatter(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        hidden = output[0] if isinstance(output, tuple) else output
-        batch_and_sequence = (args[0] if args else kwargs["hidden_states"]).shape[:2]
-        whole = hidden.view(*batch_and_sequence, -1)  # some families return (B * S, H)
-        own = redistribute(whole, tp_mesh, Partial(), Shard(1)) if styles else whole.chunk(tp, 1)[tp_rank]
-        own = own.contiguous().flatten(0, 3 - hidden.ndim)
-        return (own, *output[1:]) if isinstance(output, tuple) else own
-
-    cut_parameters(block, dict(block.named_modules()), styles, tp_mesh)
-    block.register_forward_pre_hook(gather, with_kwargs=True)
-    for name, style in styles.items():
-        module = block.get_submodule(name)
-        if style == "colwise_gather_output":
-            # a copy, because some families go on to clamp it in place
-            whole = functools.partial(redistribute, mesh=tp_mesh, here=Shard(-1), there=Replicate())
-            module.register_forward_hook(lambda module, args, out, whole=whole: whole(out).clone())
-        elif style == "rowwise_split_input":
-            module.register_forward_pre_hook(lambda module, args: args[0].chunk(tp, -1)[tp_rank])
-        elif style == "experts":
-            split_experts(module, tp_mesh)
-    terms = [name for name, style in styles.items() if "col" not in style]
-    # of one term the ranks are summed at once, so that what follows it, dropout say, is on own tokens
-    summed = block.get_submodule(terms[0]) if len(terms) == 1 and not has_experts else block
-    summed.register_forward_hook(scatter, with_kwargs=True)
-
-
-def rows_of_rank(vocab_size: int, tp_size: int) -> int:
-    """How many tokens of the vocabulary a tp rank has, as DTensor cuts it; the last one has what is left."""
-    return -(-vocab_size // tp_size)
-
-
-def split_embedding(embedding: nn.Embedding, tp_mesh: DeviceMesh) -> None:
-    """Split the vocabulary over tp. Takes all tokens, (B, S), and returns this rank's of the sequence, (B, S/tp, H)."""
-    # not RowwiseParallel, whose backward has a gradient of the whole vocabulary on each rank
-    rows = rows_of_rank(embedding.num_embeddings, tp_mesh.size())
-    first, padding, own_forward = rows * tp_mesh.get_local_rank(), embedding.padding_idx, embedding.forward
-
-    def forward(ids: Tensor) -> Tensor:
-        is_own = (ids >= first) & (ids < first + rows)
-        hidden = own_forward((ids - first).where(is_own, 0)).masked_fill(~is_own[..., None], 0)
-        if padding is not None:  # whose row has no gradient
-            hidden = hidden.detach().where((ids == padding)[..., None], hidden)
-        return redistribute(hidden, tp_mesh, Partial(), Shard(1))
-
-    cut_parameters(embedding, {"": embedding}, {"": "colwise"}, tp_mesh)
-    embedding.padding_idx, embedding.forward = None, forward
-
-
-def split_head(head: nn.Linear, tp_mesh: DeviceMesh) -> None:
-    """Split the output head over the vocabulary. Takes (B, S/tp, H), returns (B, S, V/tp), which is never gathered."""
-    cut_parameters(head, {"": head}, {"": "colwise"}, tp_mesh)
-    head.register_forward_pre_hook(lambda module, args: redistribute(args[0], tp_mesh, Shard(1), Replicate()))
 
 
 def check_model(model: PreTrainedModel, tp: int) -> None:
@@ -840,8 +856,7 @@ def check_plans(model: PreTrainedModel, plans: dict[str, dict[str, str]], tp: in
     if not any(plans.values()):
         fail(f"{family} has no tensor-parallel plan for its layers; tp_size 1 would work")
     if bad := " and ".join(f"{size} {what}" for what, size in sizes.items() if size % tp):
-        common = math.gcd(*sizes.values())
-        works = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        works = divisors(math.gcd(*sizes.values()))
         fail(f"tp_size {tp} does not divide the {bad} of this {family}; tp_size {works} would work")
 
 
@@ -883,8 +898,6 @@ def apply_activation_checkpointing(model: PreTrainedModel, mode: str) -> None:
 
     "full" keeps a layer's input alone; "selective" also what takes longest: attention, products, reduce-scatters.
     """
-    if model.config.model_type == "xlm" and mode != "none":
-        fail("a layer of xlm cannot run twice, for it changes a cache; --activation_checkpointing none would work")
     aten, context = torch.ops.aten, {}
     if mode == "selective":
         kept = [aten.mm.default, aten.addmm.default, torch.ops._c10d_functional.reduce_scatter_tensor.default]
@@ -927,8 +940,6 @@ def apply_fsdp(model: PreTrainedModel, fsdp_mesh: DeviceMesh, *, dtype: torch.dt
     With one dimension all ranks of `fsdp_mesh` share a copy of the model. With two (HSDP, for machines with a slow
     network in between) the first is that of the copies, over which gradients are summed after the reduce-scatter.
     """
-    if model.config.model_type == "reformer":
-        fail("reformer has a backward of its own, which runs layers that FSDP does not see; one process would work")
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     placement = functools.partial(shard_dim, tp_size=tp_size, fsdp_size=fsdp_mesh.shape[-1])
     options = {"mesh": fsdp_mesh, "mp_policy": policy, "shard_placement_fn": placement}
@@ -960,6 +971,10 @@ def build_model(
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and seq_len > positions > 0:
         fail(f"--seq_len {seq_len} is longer than the {positions} positions of this {config.model_type}")
+    if config.model_type == "xlm" and activation_checkpointing != "none":
+        fail("a layer of xlm cannot run twice, for it changes a cache; --activation_checkpointing none would work")
+    if config.model_type == "reformer" and mesh is not None:
+        fail("reformer has a backward of its own, which runs layers that FSDP does not see; one process would work")
     attention, name = None, None
     if cp * tp > 1 or has_documents:
         check_attention(config, seq_len, cp, has_documents)
@@ -1416,7 +1431,8 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
             # the model goes another way: these are the logits of all tokens
             return ChunkedLoss.apply(loss_of_logits, output.logits, shifted_labels[:, None], 1), ()
         hidden, labels = decoded[0].last_hidden_state, shifted_labels.unflatten(1, (tp, -1))
-        # the head's gradient is added up once a chunk: with few tokens that takes as long as the products
+        # a 16th of the logits at a time; but the head's gradient is added up once a chunk, which with few tokens takes
+        # as long as the products
         num_chunks = 16 if labels.numel() >= 2048 else max(1, labels.numel() // 256)
         parameters = {p for m in after for p in m.parameters(False) if p.requires_grad and torch.is_grad_enabled()}
         loss = ChunkedLoss.apply(loss_of_hidden, hidden, labels, num_chunks, *parameters)
@@ -1461,14 +1477,18 @@ def count_experts(model: nn.Module, micro_batches: list[dict], mesh: DeviceMesh 
     return counts
 
 
-def load_balancing_loss(router_logits: tuple[Tensor, ...], counts: Tensor, rows: int) -> Tensor:
+def load_balancing_loss(
+    router_logits: tuple[Tensor, ...], counts: Tensor, num_tokens: int, config: PreTrainedConfig
+) -> Tensor:
     """A rank's part of the auxiliary loss of Switch Transformers, arXiv 2101.03961, equations 4 to 6.
 
-    `counts` are those of `count_experts` over all `rows`, the tokens of a step times the layers: this factor of the
-    product has no gradient, so that the parts of ranks and micro-batches add up to the loss of the whole batch.
+    `counts` are those of `count_experts` over all tokens of a step and all layers: this factor of the product has no
+    gradient, so that the parts of ranks and micro-batches add up to the loss of the whole batch.
     """
+    rows = len(router_logits) * num_tokens
     probabilities = sum(logits.float().softmax(dim=-1).sum(dim=0) for logits in router_logits)
-    return len(counts) * (counts / rows * probabilities / rows).sum()
+    coefficient = "router_aux_loss_coef" if hasattr(config, "router_aux_loss_coef") else "aux_loss_coef"
+    return getattr(config, coefficient) * len(counts) * (counts / rows * probabilities / rows).sum()
 
 
 # ---- 8 checkpoint: its state, save, find, load, export ---------------------------------------------------------------
@@ -1916,9 +1936,7 @@ def train_step(
         loss, router_logits = forward_loss(model, batch)
         loss_sum += loss.detach()
         if counts is not None:
-            extra = load_balancing_loss(router_logits, counts, len(router_logits) * num_tokens) * num_labels
-            name = "router_aux_loss_coef" if hasattr(config, "router_aux_loss_coef") else "aux_loss_coef"
-            extra *= getattr(config, name)
+            extra = load_balancing_loss(router_logits, counts, num_tokens, config) * num_labels
             loss_sum += extra.detach()
             loss = loss + extra / tp  # as all of tp compute it, and their gradients are added up
         (loss * scale).backward()
@@ -2221,9 +2239,11 @@ def train(
     best, begun = (math.inf, 0), time.perf_counter()  # the lowest loss and its step
     bar = tqdm(total=args.num_train_steps, initial=first_step - 1, disable=not is_main, unit="step")
     for step in range(first_step, args.num_train_steps + 1):
+        # its batch, and the next one in the background
         started, micro_batches = time.perf_counter(), batch.result()
         batch = loader.submit(load_batch, step + 1)
-        # dropout: ranks hold other tokens or other heads, so they need other masks; a resumed run needs the same
+
+        # forward, backward, update; dropout has other masks on each rank, and in a resumed run the same
         torch.manual_seed(args.seed + 100_003 * step + get_rank())
         lr = learning_rate_of_step(step - 1, args.learning_rate, args.warmup_steps, args.num_train_steps)
         for group in optimizer.param_groups:
@@ -2238,6 +2258,7 @@ def train(
         train_state |= {"step": step, "tokens": train_state["tokens"] + step_tokens}
         best = min(best, (loss, step))
 
+        # what it was like
         entry = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": train_state["tokens"]}
         entry |= measure_speed(step_tokens, time.perf_counter() - started, flops, device)
         entry |= {"run": train_state["run"], "mesh": mesh_name, "first_step": first_step}  # that of this process
@@ -2251,6 +2272,7 @@ def train(
             bar.set_postfix_str(shown.format(**entry), refresh=False)
             bar.update()
 
+        # save, or stop
         stop = stop or step == args.num_train_steps
         if stop or (args.save_every and step % args.save_every == 0):
             if saving is not None:
@@ -2507,44 +2529,49 @@ def main(argv: list[str]) -> None:
 
     # 2: process group, mesh, output directory; 8: where the run begins
     device = start_process_group(args.device, args.timeout)
-    options = {"dp_replicate": args.dp_replicate_size, "timeout_s": args.timeout}
-    mesh = build_mesh(device.type, **sizes, **options) if dist.is_initialized() else None
+    mesh = None
+    if dist.is_initialized():
+        mesh = build_mesh(device.type, **sizes, dp_replicate=args.dp_replicate_size, timeout_s=args.timeout)
     _lock = open_output_dir(output_dir)  # held as long as this process lives
     path, origin = begin_run(args.resume, output_dir, args.verify_checksums)
     data_flags = "dataset_name dataset_config dataset_split seq_len global_batch_size document_mask seed".split()
     data = {key: getattr(args, key) for key in data_flags}
-    train_state = {**sizes, **data, **{key: origin[key] for key in ("run", "step", "tokens")}}
     if changed := [key for key in data if origin.get(key, data[key]) != data[key]]:
         log(f"the steps to come see other data than an unbroken run: {', '.join(changed)} changed")
+    train_state = sizes | data | {key: origin[key] for key in ("run", "step", "tokens")}
 
-    # 3: config, tokenizer; 4, 5: the model as it is cut, still without storage
+    # 3: config, tokenizer; 4, 5: the model, on meta, as the plans cut it
     config = load_config(args.model_name)
     tokenizer = load_tokenizer(args.model_name, config, args.document_mask)
     if origin.get("model_type", config.model_type) != config.model_type:
         fail(f"{path} holds a {origin['model_type']}, but --model_name {args.model_name} is a {config.model_type}")
-    options = {"init_from": args.init_from, "from_scratch": args.from_scratch, "with_checksums": args.verify_checksums}
-    source, kind = (str(path), "checkpoint") if path else find_weights(args.model_name, config, **options)
+    source, kind = str(path), "checkpoint"
+    if path is None:
+        options = {"from_scratch": args.from_scratch, "with_checksums": args.verify_checksums}
+        source, kind = find_weights(args.model_name, config, init_from=args.init_from, **options)
     check_family(config.model_type, sizes)
     options = {"activation_checkpointing": args.activation_checkpointing, "compile": args.compile}
     options |= {"seq_len": args.seq_len, "has_documents": args.document_mask}
     model = build_model(config, mesh, device.type, dtype, **options)
+    if args.model_name != "tiny":
+        with contextlib.suppress(OSError):  # most models have one; it goes along into each checkpoint
+            model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
 
-    # 6: data; 3: weights, from the seed, a folder or a checkpoint; 9: the optimizer, with its state
+    # 6: data
     slow_group = host_group(timeout_s=2 * 86400)  # while one rank reads, downloads or tokenizes
     options = {"config": args.dataset_config, "split": args.dataset_split}
     tokens = prepare_tokens(args.dataset_name, args.text_column, tokenizer, slow_group, **options)
     num_sequences, held_out = split_data(args.dataset_name, len(tokens), args.seq_len, args.eval_every > 0)
+
+    # 3: storage for this rank's shards, and values: random, trained, or with the optimizer's from a checkpoint
     fill_buffers(model, device)
+    optimizer = build_optimizer(model, args.weight_decay)
     if kind == "random":
         send_weights(model, functools.partial(draw_full_model, config, args.seed), "the seed", slow_group)
-    elif kind == "trained" and not read_safetensors(model, find_folder(source, slow_group)):
-        send_weights(model, functools.partial(read_full_model, source, config), source, slow_group)
-    if args.model_name != "tiny":
-        with contextlib.suppress(OSError):  # most models have one; it goes along into each checkpoint
-            model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
-    optimizer = build_optimizer(model, args.weight_decay)
-    if kind == "checkpoint":
+    elif kind == "checkpoint":
         load_checkpoint(Path(source), model, optimizer if path is not None else None)
+    elif not read_safetensors(model, find_folder(source, slow_group)):
+        send_weights(model, functools.partial(read_full_model, source, config), source, slow_group)
 
     # 9: train, save
     if get_rank() == 0:
