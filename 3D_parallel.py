@@ -11,7 +11,13 @@ Read it from top to bottom, which is nearly the order in which a run goes throug
 
 Three axes share the ranks. "tp" splits every large matrix and, between the blocks, the sequence; "cp" splits the
 sequence; "dp" splits the batch. Parameters, gradients and optimizer state are sharded over dp x cp as well (FSDP), so
-that each of N ranks holds 1/N of the matrices. In float32 every mesh computes the run that one process computes.
+that each of N ranks holds 1/N of the matrices. In float32 every mesh computes the run that one process computes, up to
+rounding, and to other dropout masks.
+
+In shapes B is the number of sequences, S that of tokens in one, L = S/cp that of those that a rank has, H the hidden
+size, D the size of a head, V the vocabulary. A layer is one of the decoder, a block a child of it (attention, MLP,
+experts), a family a `model_type`. DCP is torch.distributed.checkpoint; HSDP is FSDP within groups of ranks that each
+hold a copy of the model.
 """
 
 import contextlib
@@ -66,12 +72,9 @@ def flag(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-# `_argument_group_name` is what HfArgumentParser prints over a dataclass's flags
-
-
 @dataclass
 class ModelFlags:
-    _argument_group_name = "model"
+    _argument_group_name = "model"  # what HfArgumentParser prints over these flags
     model_name: str = flag("tiny", "'tiny', a hub id, or a folder with config.json and weights")
     from_scratch: bool = flag(False, "random weights from the model's config instead of its trained ones")
     init_from: str | None = flag(None, "start from these weights: a checkpoint of any mesh, or a Transformers folder")
@@ -81,13 +84,11 @@ class ModelFlags:
 @dataclass
 class DataFlags:
     _argument_group_name = "data"
-    dataset_name: str = flag(
-        "stdlib", "'stdlib' (Python's own source), a hub id, or .txt/.jsonl/.parquet/.csv, or a folder"
-    )
+    dataset_name: str = flag("stdlib", "'stdlib', a hub id, a .txt, .jsonl, .parquet or .csv file, or a folder of them")
     dataset_config: str | None = flag(None, "which of the hub dataset's configurations")
     dataset_split: str = flag("train", "which split of a hub dataset or a folder")
     text_column: str = flag("text", "the column that holds the text")
-    seq_len: int = flag(256, "tokens in a sequence; divides by 2 * cp, and a shard of it by tp")
+    seq_len: int = flag(256, "tokens in a sequence; a multiple of 2 * cp, and of cp * tp")
     document_mask: bool = flag(False, "attention stays within each document, and positions begin anew in it")
 
 
@@ -95,13 +96,15 @@ class DataFlags:
 class MeshFlags:
     _argument_group_name = "mesh, memory and speed"
     tp_size: int | None = flag(None, "tensor-parallel ranks; $TP_SIZE sets the default")
-    dp_size: int | None = flag(None, "data-parallel ranks; $DP_SIZE sets the default; None: what tp and cp leave")
+    dp_size: int | None = flag(None, "data-parallel ranks; $DP_SIZE sets the default; None: all that tp and cp leave")
     cp_size: int | None = flag(None, "context-parallel ranks; $CP_SIZE sets the default")
-    dp_replicate_size: int = flag(1, "of the dp ranks, groups that each hold a whole copy of the model (HSDP)")
-    activation_checkpointing: Literal["none", "selective", "full"] = flag("none", "what of each layer to compute twice")
+    dp_replicate_size: int = flag(1, "copies of the model; each is sharded over dp / this many ranks, and cp (HSDP)")
+    activation_checkpointing: Literal["none", "selective", "full"] = flag(
+        "none", "which activations to compute again in the backward"
+    )
     compile: bool = flag(False, "compile each decoder layer")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: CUDA where there is a GPU")
-    timeout: int = flag(600, "seconds after which a collective that some rank does not join ends the run")
+    timeout: int = flag(600, "seconds that a collective waits for a rank before the run ends")
     dry_run: bool = flag(False, "only print what a rank of this mesh would need; takes one process, and no GPU")
     world_size: int = flag(1, "with --dry_run: the number of ranks to plan for")
     device_memory: float = flag(80.0, "with --dry_run: the GiB of a GPU")
@@ -110,15 +113,21 @@ class MeshFlags:
 @dataclass
 class TrainingFlags:
     _argument_group_name = "training"
-    global_batch_size: int | None = flag(None, "sequences in a step, over all ranks; None: 8, or what dp divides")
+    global_batch_size: int | None = flag(
+        None, "sequences in a step, over all ranks; None: the first multiple of dp from 8 on"
+    )
     micro_batch_size: int | None = flag(None, "sequences in one forward of one rank; None: all of its share")
     num_train_steps: int = flag(300, "steps of the whole run, resumed parts included")
-    learning_rate: float | None = flag(None, "peak learning rate, also on resume; None: 4e-3 for tiny, else 5e-5")
-    weight_decay: float = flag(0.1, "AdamW weight decay, on matrices only; on resume the flag holds")
+    learning_rate: float | None = flag(
+        None, "peak learning rate (the flag counts, also on resume); None: 4e-3 for tiny, else 5e-5"
+    )
+    weight_decay: float = flag(0.1, "AdamW weight decay, on matrices only (the flag counts, also on resume)")
     warmup_steps: int = flag(20, "steps of linear warm-up; a cosine to zero follows")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm")
     seed: int = flag(0, "seed of the initial weights, of the order of the data and of dropout")
-    eval_every: int = flag(0, "evaluate on held-out data (1 %%, at most 256 sequences) every so many steps; 0: never")
+    eval_every: int = flag(
+        0, "evaluate every so many steps, on data that is always held out (1 %%, at most 256 sequences)"
+    )
 
 
 @dataclass
@@ -127,11 +136,13 @@ class CheckpointFlags:
     output_dir: str = flag("output", "checkpoints and metrics.jsonl go here; one directory that all machines see")
     save_every: int = flag(0, "save a checkpoint every so many steps; 0: only at the end")
     keep_last: int = flag(2, "how many checkpoints of this run to keep")
-    resume: str = flag("never", "'never', 'auto' (the newest good checkpoint in output_dir), or a checkpoint's path")
+    resume: str = flag(
+        "never", "'never', 'auto' (the newest good checkpoint in output_dir), or a path; a restart is 'auto'"
+    )
     async_save: bool = flag(False, "write checkpoints while training goes on; needs host memory for one more shard")
     export_dir: str | None = flag(None, "turn the checkpoint that --resume names into a Transformers folder, and end")
     export_dtype: Literal["float32", "bfloat16", "float16"] = flag("float32", "the dtype of that folder's weights")
-    verify_checksums: bool = flag(True, "on resume, compare the checksum of each file; sizes are always compared")
+    verify_checksums: bool = flag(True, "on resume, compare checksums, and not only sizes")
 
 
 @dataclass
@@ -140,9 +151,7 @@ class LogFlags:
     plot: str | None = flag(None, "only draw the metrics of this output directory, or of several: DIR1,DIR2")
     profile: bool = flag(False, "write a trace, and on CUDA a memory snapshot, of steps 3 to 5 to output_dir/profile")
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = flag("auto", "auto: online where there is a key")
-    wandb_all_ranks: bool = flag(
-        False, "a wandb run for each rank, in one group, for the system metrics of its machine"
-    )
+    wandb_all_ranks: bool = flag(False, "a wandb run for each rank, in one group, for its system metrics")
     wandb_artifact: bool = flag(False, "upload the last checkpoint to wandb as an artifact")
 
 
@@ -152,7 +161,7 @@ class Config(ModelFlags, DataFlags, MeshFlags, TrainingFlags, CheckpointFlags, L
 
 
 def fail(sentence: str) -> NoReturn:
-    """End this process with exit code 2 and one sentence. Call it on all ranks of a machine alike."""
+    """End this process with exit code 2 and one sentence. All ranks must call it, or the others wait for this one."""
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(f"3D_parallel.py: error: {sentence}", file=sys.stderr, flush=True)
     else:
@@ -184,7 +193,7 @@ def parse_arguments(argv: list[str]) -> Config:
     if args.learning_rate is None:
         args.learning_rate = 4e-3 if args.model_name == "tiny" else 5e-5
     check_values(args)
-    world_size = int(env("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+    world_size = int(env("WORLD_SIZE", 1)) if "RANK" in os.environ else 1  # some clusters set it without a launcher
     if args.dry_run and world_size > 1:
         fail(f"--dry_run takes one process, but there are {world_size}; --world_size is for the ranks to plan for")
     if args.export_dir is not None:
@@ -196,10 +205,10 @@ def parse_arguments(argv: list[str]) -> Config:
 
 def check_values(args: Config) -> None:
     """Refuse flags that no number of ranks could make work."""
-    from_1 = "tp_size dp_size cp_size seq_len global_batch_size micro_batch_size num_train_steps keep_last timeout"
-    from_1 += " dp_replicate_size world_size"
+    positive = "tp_size dp_size cp_size dp_replicate_size world_size seq_len global_batch_size micro_batch_size".split()
+    positive += ["num_train_steps", "keep_last", "timeout"]
     for name, value in vars(args).items():
-        lowest = 1 if name in from_1.split() else 0
+        lowest = 1 if name in positive else 0
         if isinstance(value, int | float) and not lowest <= value < 2**63:
             fail(f"--{name} {value} must be at least {lowest}, and below 2**63")
     if args.max_grad_norm == 0:
@@ -220,7 +229,7 @@ def check_export(args: Config, world_size: int) -> None:
         fail(f"--export_dir {folder} exists already; give a new directory")
 
 
-def divisors(number: int) -> str:
+def list_divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
@@ -233,15 +242,17 @@ def fit_to_ranks(args: Config, world_size: int) -> None:
         works = f"--world_size {needed} would work" if args.dry_run else f"launch with --nproc_per_node {needed}"
         fail(f"tp_size {tp} x dp_size {dp} x cp_size {cp} needs {needed} processes, but there {there}; {works}")
     if dp % args.dp_replicate_size:
-        fail(f"--dp_replicate_size {args.dp_replicate_size} does not divide dp_size {dp}; {divisors(dp)} would work")
+        fail(
+            f"--dp_replicate_size {args.dp_replicate_size} does not divide dp_size {dp}; {list_divisors(dp)} would work"
+        )
     batch = args.global_batch_size = args.global_batch_size or math.ceil(8 / dp) * dp
     if batch % dp:
         fail(f"--global_batch_size {batch} does not divide by dp_size {dp}; {math.ceil(batch / dp) * dp} would work")
     share = batch // dp
     micro = args.micro_batch_size = args.micro_batch_size or share
     if share % micro:
-        fail(f"--micro_batch_size {micro} does not divide a rank's {share} sequences; use {divisors(share)}")
-    # under cp a rank holds two chunks of the sequence, and tp cuts what a rank holds once more
+        fail(f"--micro_batch_size {micro} does not divide a rank's {share} sequences; use {list_divisors(share)}")
+    # under cp a rank holds two chunks of the sequence, and tp cuts these tokens again
     unit = math.lcm(2 * cp if cp > 1 else 1, cp * tp)
     if rest := args.seq_len % unit:
         works = " or ".join(str(n) for n in (args.seq_len - rest, args.seq_len - rest + unit) if n)
@@ -272,7 +283,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.optim import Optimizer
@@ -361,17 +372,18 @@ def host_group(timeout_s: float) -> ProcessGroup | None:
 
 @contextlib.contextmanager
 def on_all_ranks(what_fails: str, group: ProcessGroup | None = None) -> Iterator[None]:
-    """End all ranks with one sentence if the block raises on any of them. A collective where the block ends."""
+    """End all ranks with one sentence if the block raises on any of them. A collective where the block ends, so it is
+    also a barrier."""
     problem = None
     try:
         yield
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        problem = f"{what_fails}: {first_line(error)}"
+        problem = f"{what_fails}: {reason_of(error)}"
     if problems := [p for p in gather_objects(problem, group) if p]:
         fail(problems[0])
 
 
-def first_line(error: BaseException, limit: int = 200) -> str:
+def reason_of(error: BaseException, limit: int = 200) -> str:
     """The reason, in one line. It may lie deeper: in what all ranks have raised (DCP), or in the cause (datasets)."""
     failures = getattr(error, "failures", None)
     error = next(iter(failures.values()))[0] if failures else error.__cause__ or error
@@ -402,7 +414,7 @@ def open_output_dir(output_dir: Path) -> filelock.BaseFileLock:
 
 
 def go_offline_without_hub(timeout_s: float = 5.0) -> None:
-    """Where the hub cannot be reached, make its libraries take what is cached at once, without a minute of retries."""
+    """Where the hub cannot be reached, take what is cached at once; else each file is asked for again for a minute."""
     hub = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT)
     if urllib.request.getproxies() or huggingface_hub.constants.HF_HUB_OFFLINE:
         return
@@ -445,7 +457,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def load_config(model_name: str) -> PreTrainedConfig:
-    """The model's config, from the script itself, a folder, a file, or the hub."""
+    """The model's config, from the script itself, a folder, or the hub. A collective."""
     if model_name == "tiny":
         return tiny_config()
     works = "give 'tiny', a model's folder, or a hub id that can be reached"
@@ -457,7 +469,7 @@ def load_config(model_name: str) -> PreTrainedConfig:
 
 
 def load_tokenizer(model_name: str, config: PreTrainedConfig, has_documents: bool) -> PreTrainedTokenizerBase:
-    """The model's tokenizer; refused if it does not go with the config."""
+    """The model's tokenizer. Refuses one that has more tokens than the config. A collective."""
     if model_name == "tiny":
         return byte_tokenizer()
     with on_all_ranks(f"the tokenizer of --model_name {model_name} cannot be read"):
@@ -471,7 +483,10 @@ def load_tokenizer(model_name: str, config: PreTrainedConfig, has_documents: boo
 
 
 def check_family(family: str, sizes: dict[str, int]) -> None:
-    """Refuse a family that tests/families.md has as different in such a mesh, warn if it is not equal there."""
+    """Refuse a family that tests/families.md has as "different" for one of these axes, warn if not all say "equal".
+
+    A row of it: | llama | equal | equal | equal | equal |, for tp, dp, cp, and all of them. A collective.
+    """
     table, verdicts = Path(__file__).with_name("tests") / "families.md", []
     if get_rank() == 0 and table.exists():
         columns = [{"tp": 2, "dp": 3, "cp": 4}[axis] for axis, size in sizes.items() if size > 1]
@@ -500,28 +515,30 @@ def find_weights(
     if init_from and ((Path(source) / "config.json").is_file() or not is_checkpoint):
         with on_all_ranks(f"--init_from {source} is no checkpoint, and no folder or hub id of such a model"):
             other = transformers.AutoConfig.from_pretrained(source)
-            for key in ("model_type", "num_hidden_layers", "tie_word_embeddings"):  # these fit in silence, but wrongly
+            for key in ("model_type", "num_hidden_layers", "tie_word_embeddings"):  # would load without an error
                 if (there := getattr(other, key, None)) != (here := getattr(config, key, None)):
                     raise ValueError(f"its {key} is {there}, that of --model_name {model_name} {here}")
     return source, "checkpoint" if is_checkpoint else "trained"
 
 
-def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Give a cut model storage, garbage in its parameters, and the right values in buffers that no file holds."""
+def materialize(model: PreTrainedModel, device: torch.device) -> None:
+    """Move a cut model from meta to the device: storage for its parameters, and the values of buffers that no file
+    holds, such as rotary frequencies."""
     model.to_empty(device=device)  # only this rank's shards
     model.tie_weights()  # to_empty gave each name of a tied parameter a tensor of its own
     named = [(module, *item) for module in model.modules() for item in module.named_parameters(recurse=False)]
-    for module, name, parameter in named:  # plain ones without data, for some families write to them as to no DTensor
+    # meanwhile tensors without data hide the parameters: some families initialize in ways that a DTensor refuses
+    for module, name, parameter in named:
         module.__dict__[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         # transformers' own mark: what bears it is not initialized again
         module.__dict__[name]._is_hf_initialized = parameter._is_hf_initialized = True
-    model.initialize_weights()  # so this fills the buffers only, such as rotary frequencies
+    model.initialize_weights()  # so this fills the buffers only
     for module, name, _ in named:
         del module.__dict__[name]
 
 
 def find_folder(source: str, group: ProcessGroup | None) -> Path:
-    """The folder of a model's weights: itself, or where the first rank of this machine has put what the hub has."""
+    """The local folder of a model's weights; from the hub, the first rank of a machine downloads it. A collective."""
     options = {"allow_patterns": ["model*.safetensors*"], "local_files_only": int(os.environ.get("LOCAL_RANK", 0)) > 0}
     with on_all_ranks(f"the weights of {source} cannot be downloaded", group):
         if not Path(source).is_dir() and not options["local_files_only"]:
@@ -530,10 +547,9 @@ def find_folder(source: str, group: ProcessGroup | None) -> Path:
 
 
 def read_safetensors(model: PreTrainedModel, folder: Path) -> bool:
-    """Read what each rank holds straight from a folder's safetensors; False if they need a conversion. A collective.
+    """Read what each rank holds straight from a folder's safetensors. A collective.
 
-    That is so where names or shapes are not the model's, or values are not plain floating-point numbers: then nothing
-    is read, and Transformers has to load the folder.
+    False, and nothing is read, if names, shapes or dtypes are not the model's: then Transformers has to convert them.
     """
     failed, tied, saved = f"the weights of {folder} cannot be loaded", tied_names(model), {}
     state = {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in tied}
@@ -571,7 +587,7 @@ def read_full_model(source: str, config: PreTrainedConfig) -> PreTrainedModel:
 
 @torch.no_grad()
 def send_weights(model: nn.Module, read_weights: Callable, source: str, group: ProcessGroup | None) -> None:
-    """The general way: rank 0 reads the whole model on the CPU and sends one tensor at a time. A collective."""
+    """What works for all: rank 0 has the whole model on the CPU, and sends one tensor at a time. A collective."""
     persistent, full_tensors = model.state_dict().keys(), {}
     targets = dict(model.named_parameters()) | {k: buffer for k, buffer in model.named_buffers() if k in persistent}
     with on_all_ranks(f"the weights of {source} cannot be loaded", group):
@@ -598,6 +614,11 @@ def send_weights(model: nn.Module, read_weights: Callable, source: str, group: P
 
 
 # ---- 4 plans: tensor parallel, then FSDP -----------------------------------------------------------------------------
+# what moves between ranks              forward                   backward
+# tp, into a block and the head         all-gather of tokens      reduce-scatter
+# tp, out of a block and the embedding  reduce-scatter            all-gather
+# cp, keys and values of a layer        all-gather of tokens      reduce-scatter
+# FSDP, a layer                         all-gather of parameters  all-gather, and reduce-scatter of gradients
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -605,9 +626,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def redistribute(tensor: Tensor, mesh: DeviceMesh, here: Any, there: Any) -> Tensor:
-    """Bring a rank's tensor from one placement to another. What is replicated gets a part of its gradient on each
-    rank, which the backward adds up (and scatters again, if it was sharded)."""
+def redistribute(tensor: Tensor, mesh: DeviceMesh, here: Placement, there: Placement) -> Tensor:
+    """Bring a rank's tensor from one placement to another, as in the table above, and its gradient back.
+
+    The gradient of what is replicated is taken to be partial: each rank has that of its own part of the work.
+    """
     placed = DTensor.from_local(tensor, mesh, [here], run_check=False).redistribute(placements=[there])
     return placed.to_local(grad_placements=[Partial() if there.is_replicate() else there])
 
@@ -621,7 +644,7 @@ def cut_parameters(module: nn.Module, parts: dict[str, nn.Module], styles: dict[
     tp, kinds, places = tp_mesh.size(), {*styles.values()}, []
     for part, owner in parts.items():
         style = styles.get(part, "")
-        # a block with heads of its own has a number for each head at most, see `plan_block`
+        # what such a block itself owns is one number for each head, cut as the heads are; see `plan_block`
         is_column = "col" in style or (owner is module and "colwise" in kinds and "experts" not in kinds)
         for name, parameter in list(owner.named_parameters(recurse=False)):
             is_stacked = style == "experts" and parameter.shape[0] == owner.num_experts
@@ -629,13 +652,13 @@ def cut_parameters(module: nn.Module, parts: dict[str, nn.Module], styles: dict[
             placement = Shard(0) if is_column or is_stacked else Shard(1) if is_row else Replicate()
             cut = distribute_tensor(parameter, tp_mesh, [placement], src_data_rank=None)
             owner.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-            # a replicated gradient is not so yet; were it called partial, FSDP would sum each one over tp by itself
+            # the gradient of what is not cut is still a part; called partial, FSDP would sum each one over tp by itself
             places.append((owner, name, placement, tp if "row" in style and name == "bias" else 1))
 
     def find_plain(module: nn.Module, args: tuple) -> None:
-        for owner, name, grad, share in places:
-            plain = getattr(owner, name).to_local(grad_placements=[grad])
-            # each rank of a sum adds its share of the bias; in __dict__, because setattr takes no plain tensor
+        for owner, name, placement, share in places:
+            plain = getattr(owner, name).to_local(grad_placements=[placement])
+            # each rank of a sum adds its share of the bias; in __dict__, where it hides the parameter of that name
             owner.__dict__[name] = plain if share == 1 else plain / share
 
     def find_parameters(module: nn.Module, args: tuple, output: Any) -> None:
@@ -652,7 +675,7 @@ def rows_of_rank(vocab_size: int, tp_size: int) -> int:
 
 
 def split_embedding(embedding: nn.Embedding, tp_mesh: DeviceMesh) -> None:
-    """Split the vocabulary over tp. Takes all tokens, (B, S), and returns this rank's of the sequence, (B, S/tp, H)."""
+    """Split the vocabulary over tp. Takes all tokens, (B, L), and returns this rank's, (B, L/tp, H)."""
     # not RowwiseParallel, whose backward has a gradient of the whole vocabulary on each rank
     rows = rows_of_rank(embedding.num_embeddings, tp_mesh.size())
     first, padding, own_forward = rows * tp_mesh.get_local_rank(), embedding.padding_idx, embedding.forward
@@ -669,13 +692,13 @@ def split_embedding(embedding: nn.Embedding, tp_mesh: DeviceMesh) -> None:
 
 
 def split_head(head: nn.Linear, tp_mesh: DeviceMesh) -> None:
-    """Split the output head over the vocabulary. Takes (B, S/tp, H), returns (B, S, V/tp), which is never gathered."""
+    """Split the output head over the vocabulary. Takes (B, L/tp, H), returns (B, L, V/tp), which is never gathered."""
     cut_parameters(head, {"": head}, {"": "colwise"}, tp_mesh)
     head.register_forward_pre_hook(lambda module, args: redistribute(args[0], tp_mesh, Shard(1), Replicate()))
 
 
 def split_experts(experts: nn.Module, tp_mesh: DeviceMesh) -> None:
-    """Leave each rank a part of the experts, which adds nothing to tokens that take none of them."""
+    """Leave each rank a part of the experts; a token that takes none of these gets zeros from it."""
     experts.num_experts //= tp_mesh.size()
     experts._is_expert_parallel = True  # private: what tells Transformers that there are such tokens
     count, first = experts.num_experts, experts.num_experts * tp_mesh.get_local_rank()
@@ -689,7 +712,7 @@ def split_experts(experts: nn.Module, tp_mesh: DeviceMesh) -> None:
 
 
 def split_block(block: nn.Module, styles: dict[str, str], tp_mesh: DeviceMesh) -> None:
-    """Split a block over tp. It takes and returns (B, S/tp, H), and works on (B, S, H) in between."""
+    """Split a block over tp. It takes and returns (B, L/tp, H), and works on (B, L, H) in between."""
     tp, tp_rank, has_experts = tp_mesh.size(), tp_mesh.get_local_rank(), "experts" in styles.values()
     for name in ("num_heads", "num_key_value_heads"):  # some families cut their projections by these
         if "colwise" in styles.values() and not has_experts and isinstance(getattr(block, name, None), int):
@@ -704,6 +727,7 @@ def split_block(block: nn.Module, styles: dict[str, str], tp_mesh: DeviceMesh) -
         hidden = output[0] if isinstance(output, tuple) else output
         batch_and_sequence = (args[0] if args else kwargs["hidden_states"]).shape[:2]
         whole = hidden.view(*batch_and_sequence, -1)  # some families return (B * S, H)
+        # of a block without styles each rank has computed all
         own = redistribute(whole, tp_mesh, Partial(), Shard(1)) if styles else whole.chunk(tp, 1)[tp_rank]
         own = own.contiguous().flatten(0, 3 - hidden.ndim)  # to as many dimensions as before
         return (own, *output[1:]) if isinstance(output, tuple) else own
@@ -721,7 +745,7 @@ def split_block(block: nn.Module, styles: dict[str, str], tp_mesh: DeviceMesh) -
         elif style == "experts":
             split_experts(module, tp_mesh)
     terms = [name for name, style in styles.items() if "col" not in style]
-    # of one term the ranks are summed at once, so that what follows it, dropout say, is on own tokens
+    # a single term is summed at once, so that what follows it, dropout say, is on own tokens
     summed = block.get_submodule(terms[0]) if len(terms) == 1 and not has_experts else block
     summed.register_forward_hook(scatter, with_kwargs=True)
 
@@ -815,14 +839,14 @@ def plan_blocks(model: PreTrainedModel) -> dict[str, dict[str, str]]:
     for layer in find_decoder_layers(model):
         for child in layer.children():
             for block in child if isinstance(child, nn.ModuleList) else [child]:
-                is_alone = "norm" in names[block] or isinstance(block, nn.Linear)
+                is_alone = "norm" in names[block].rpartition(".")[2] or isinstance(block, nn.Linear)
                 if not is_alone and any(parameter.ndim > 1 for parameter in block.parameters()):
                     plans[names[block]] = plan_block(block, own_plan, hidden_size, num_heads)
     return plans
 
 
 def check_model(model: PreTrainedModel, tp: int) -> None:
-    """Refuse what no plan of its blocks could mend."""
+    """Refuse a model that tp cannot split, whatever its blocks are."""
     config, embedding = model.config.get_text_config(), model.get_input_embeddings()
     family, is_plain = config.model_type, isinstance(embedding, nn.Embedding) and not list(embedding.children())
     if not is_plain or not isinstance(model.get_output_embeddings(), nn.Linear):
@@ -834,12 +858,12 @@ def check_model(model: PreTrainedModel, tp: int) -> None:
 
 
 def check_plans(model: PreTrainedModel, plans: dict[str, dict[str, str]], tp: int) -> None:
-    """Refuse a model of which nothing is split, or not evenly, or not with the same dropout on all ranks."""
+    """Refuse plans that split nothing, or not evenly, or that would need the same dropout on all ranks."""
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     family, num_heads = config.model_type, getattr(config, "num_attention_heads", 0)
     sizes = {} if head.bias is None else {"biases of the output head": head.out_features}  # what tp must divide
     for full_name, styles in plans.items():
-        block, name = model.get_submodule(full_name), re.sub(r".*?\.\d+\.", "", full_name, count=1)
+        block, name = model.get_submodule(full_name), re.sub(r".*?\.\d+\.", "", full_name, count=1)  # "self_attn", say
         for inner, style in styles.items():
             module, last = block.get_submodule(inner), inner.rpartition(".")[2]
             if style == "experts":
@@ -856,14 +880,14 @@ def check_plans(model: PreTrainedModel, plans: dict[str, dict[str, str]], tp: in
     if not any(plans.values()):
         fail(f"{family} has no tensor-parallel plan for its layers; tp_size 1 would work")
     if bad := " and ".join(f"{size} {what}" for what, size in sizes.items() if size % tp):
-        works = divisors(math.gcd(*sizes.values()))
+        works = list_divisors(math.gcd(*sizes.values()))
         fail(f"tp_size {tp} does not divide the {bad} of this {family}; tp_size {works} would work")
 
 
 def apply_tensor_parallel(model: PreTrainedModel, tp_mesh: DeviceMesh) -> None:
     """Split the model's matrices over tp, and the sequence between its blocks.
 
-    Between blocks each rank holds (B, S/tp, H): sequence parallelism, Korthikanti et al., arXiv 2205.05198. A block
+    Between blocks each rank holds (B, L/tp, H): sequence parallelism, Korthikanti et al., arXiv 2205.05198. A block
     gathers the sequence once, its last projection reduces and scatters it again. The logits stay split over the
     vocabulary. Afterwards every parameter is a DTensor on `tp_mesh`. A model that tp cannot split is refused.
     """
@@ -911,17 +935,17 @@ def apply_activation_checkpointing(model: PreTrainedModel, mode: str) -> None:
 
 def apply_compile(model: PreTrainedModel) -> None:
     """Compile each decoder layer by itself, for the shapes that it meets; equal layers share the code."""
-    torch._dynamo.config.recompile_limit = 64  # layers that differ share one piece of code
+    # what a forward leaves on its modules, plain parameters say, need not be left again when it is computed again
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for layer in find_decoder_layers(model):
         layer.forward = torch.compile(layer.forward, dynamic=False)
 
 
 def shard_dim(parameter: nn.Parameter, tp_size: int, fsdp_size: int) -> Shard | None:
-    """Which dimension FSDP cuts: the first, but the second of what that would cut so that it cannot be used.
+    """Which dimension FSDP cuts: the first, but the second where the first will not do.
 
-    That is a matrix whose rows tp has cut unevenly, for DCP cannot read that cut twice; and stacked experts, of which
-    there may be fewer than ranks.
+    That is a matrix whose rows tp has cut unevenly, for DCP cannot load a dimension that is cut again after that; and
+    stacked experts, of which there may be fewer than ranks.
     """
     by_tp = tp_size if isinstance(parameter, DTensor) and Shard(0) in parameter.placements else 1
     if parameter.ndim > 2 and parameter.shape[0] % (by_tp * fsdp_size) and parameter.shape[1] % fsdp_size == 0:
@@ -962,7 +986,8 @@ def build_model(
     activation_checkpointing: str = "none",
     compile: bool = False,
 ) -> PreTrainedModel:
-    """The model without storage, cut by the plans. Refuses what the mesh cannot express.
+    """The model on meta, cut by the plans: tp first, so that FSDP cuts its DTensors once more, and FSDP last, so that
+    its hooks are outermost. Refuses what the mesh cannot express.
 
     Where the sequence is cut, or has documents, it runs `context_parallel_attention`, its `.attention_function`: also
     under tp alone, where Transformers would make masks for the tokens that it sees between the blocks.
@@ -975,13 +1000,14 @@ def build_model(
         fail("a layer of xlm cannot run twice, for it changes a cache; --activation_checkpointing none would work")
     if config.model_type == "reformer" and mesh is not None:
         fail("reformer has a backward of its own, which runs layers that FSDP does not see; one process would work")
+    # FlexAttention is compiled for each chunk and kind of mask, and layers that differ share one piece of code
+    torch._dynamo.config.recompile_limit = 64
     attention, name = None, None
     if cp * tp > 1 or has_documents:
         check_attention(config, seq_len, cp, has_documents)
         attention = context_parallel_attention(mesh["cp"] if mesh is not None else None, seq_len)
         name = "context_parallel"
         register_attention(attention)
-        torch._dynamo.config.recompile_limit = 64  # FlexAttention is compiled for each chunk and each kind of mask
     with torch.device("meta"):
         own = copy.deepcopy(config)  # building a model writes its kind of attention into the config
         model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, attn_implementation=name).train()
@@ -1005,7 +1031,7 @@ def build_model(
 
 
 def shard_sequence(full: Tensor, cp_rank: int, cp_size: int, dim: int = 1) -> Tensor:
-    """The chunks cp_rank and 2cp-1-cp_rank of 2cp, (B, S) -> (B, S/cp): so all ranks have the same causal work.
+    """The chunks cp_rank and 2cp-1-cp_rank of 2cp, (B, S) -> (B, L): so all ranks have the same causal work.
 
     At cp = 2 and S = 16, rank 0 has tokens 0 to 3 and 12 to 15, rank 1 has tokens 4 to 11.
     """
@@ -1021,8 +1047,11 @@ def gather_sequence_shards(shard: Tensor, cp_mesh: DeviceMesh, dim: int) -> Tens
     return torch.cat([*chunks[0::2], *chunks[1::2][::-1]], dim)  # they come as 0, 2cp-1, 1, 2cp-2, ...
 
 
-def describe_mask(mask_function: Callable, local_size: int | None = None, **kwargs) -> tuple[Callable, int | None]:
-    """Hand on what a layer can see, as a function of positions, instead of a mask, which would be of a shard's size."""
+def pass_mask_function(mask_function: Callable, local_size: int | None = None, **kwargs) -> tuple[Callable, int | None]:
+    """Hand on what a layer can see, as a function of positions, instead of a mask, which would be of a shard's size.
+
+    What it raises completes the sentence of `check_attention`.
+    """
     if kwargs["attention_mask"] is None:  # Transformers would take the positions of a shard for packed documents
         raise ValueError("attention to which it does not hand on the attention_mask (of ones) that it is given")
     if "allow_is_bidirectional_skip" in kwargs or not kwargs.get("allow_is_causal_skip", True):
@@ -1036,21 +1065,23 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> Call
     Keys and values are gathered along the sequence (they are small under grouped-query attention), queries stay, and
     each chunk of them runs attention on what it can see: the method of Llama 3, arXiv 2407.21783, section 3.3.2.
     `.positions`, (B, S), keeps attention within documents: the position of each token in its own one. A module that
-    calls it gets the attribute `has_called`. For another attention, change what the loop does with q, k and v.
+    calls it gets the attribute `has_called`, for `check_first_step`. For another attention, change what the loop does
+    with q, k and v; a run without cp, tp and documents has the model's own, see `build_model`.
     """
     cp_rank, cp_size = (cp_mesh.get_local_rank(), cp_mesh.size()) if cp_mesh is not None else (0, 1)
     chunks = (cp_rank, 2 * cp_size - 1 - cp_rank) if cp_size > 1 else (0,)
     length = seq_len // cp_size // len(chunks)
-    lower_right = {chunk: causal_lower_right(1, 2) for chunk in chunks}  # made here: under compile they cannot be
-    for chunk, bias in lower_right.items():  # their constructor would take memory for twice what they mask
+    # made here, for under compile they cannot be, and first small, for their constructor makes the mask as a tensor
+    lower_right = {chunk: causal_lower_right(1, 2) for chunk in chunks}
+    for chunk, bias in lower_right.items():
         bias.seq_len_q, bias.seq_len_kv = length, (chunk + 1) * length
 
     def attention(
         module: nn.Module,
-        query: Tensor,  # (B, heads, S/cp, D)
-        key: Tensor,  # (B, kv heads, S/cp, D)
-        value: Tensor,  # (B, kv heads, S/cp, D of values)
-        attention_mask: tuple[Callable, int | None],  # from `describe_mask`
+        query: Tensor,  # (B, heads, L, D)
+        key: Tensor,  # (B, kv heads, L, D)
+        value: Tensor,  # (B, kv heads, L, D of values)
+        attention_mask: tuple[Callable, int | None],  # from `pass_mask_function`
         scaling: float | None = None,
         dropout: float = 0.0,
         **kwargs,
@@ -1093,7 +1124,7 @@ def context_parallel_attention(cp_mesh: DeviceMesh | None, seq_len: int) -> Call
 
 def register_attention(attention: Callable) -> None:
     """Let models that are built with attn_implementation "context_parallel" call this attention, with its masks."""
-    AttentionMaskInterface.register("context_parallel", describe_mask)
+    AttentionMaskInterface.register("context_parallel", pass_mask_function)
     transformers.AttentionInterface.register("context_parallel", attention)
 
 
@@ -1111,7 +1142,9 @@ def build_mask(
         if places is None:
             return sees(b, h, q, k)
         q_place, k_place = places[b, q], places[b, k]
-        return sees(b, h, q_place, k_place) & (q - q_place == k - k_place)  # both documents begin at one token
+        return sees(b, h, q_place, k_place) & (
+            q - q_place == k - k_place
+        )  # the same document: it begins at the same token
 
     sizes = (1 if places is None else len(places), 1, len(queries), len(keys))
     if dtype is None:  # compiled, so that no Q x K mask is in memory in between
@@ -1122,7 +1155,8 @@ def build_mask(
 
 
 def find_obstacle(config: PreTrainedConfig, seq_len: int, cp: int, has_documents: bool) -> str | None:
-    """What `context_parallel_attention` cannot stand for, if anything, in a config, its modules, and a run on meta.
+    """The first thing in a model that `context_parallel_attention` cannot express, or None: its config is looked at,
+    then its modules, then a forward on meta.
 
     The run raises ValueError for what attention itself refuses, and RuntimeError where the model cannot be on meta.
     """
@@ -1164,11 +1198,11 @@ def check_attention(config: PreTrainedConfig, seq_len: int, cp: int, has_documen
     try:
         reason = find_obstacle(config, seq_len, cp, has_documents)
     except ValueError as error:
-        reason = first_line(error)
+        reason = reason_of(error)
     except RuntimeError:
         reason = None  # not everything runs on meta: what is left to see is seen in the first step
     except Exception as error:
-        reason = f"attention with a mask of its own ({first_line(error, 80)})"
+        reason = f"attention with a mask of its own ({reason_of(error, 80)})"
     if reason is not None:
         mode = "--document_mask" if has_documents else f"cp_size {cp}" if cp > 1 else "tp_size above 1"
         fail(f"{config.model_type} has {reason}, which {mode} cannot express; cp and tp 1 without it would work")
@@ -1255,7 +1289,7 @@ def prepare_tokens(
 
 
 def split_data(dataset_name: str, num_tokens: int, seq_len: int, with_evaluation: bool) -> tuple[int, range]:
-    """How many sequences there are to train on, and which are held out: the last 1 %, but no more than 256."""
+    """How many sequences there are to train on, and which are held out, always: the last 1 %, but no more than 256."""
     sequences = (num_tokens - 1) // seq_len
     if sequences < 1:
         fail(f"{dataset_name} has {num_tokens} tokens, too few for one sequence of --seq_len {seq_len}")
@@ -1291,7 +1325,7 @@ def shard_batch(
     device: torch.device,
     document_end: int | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Cut a global batch, (B, S), into this rank's micro-batches, (micro_batch_size, S/cp): dp takes rows, cp the two
+    """Cut a global batch, (B, S), into this rank's micro-batches, (micro_batch_size, L): dp takes rows, cp the two
     chunks of `shard_sequence`, all of tp the same.
 
     With `document_end`, the token that ends a document, positions begin anew after it, attention stays within a
@@ -1322,8 +1356,8 @@ class ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         loss_of: Callable[[Tensor, Tensor], Tensor],
-        hidden: Tensor,  # (B, S/tp, H)
-        labels: Tensor,  # (B, tp, S/tp): the head gathers a chunk over tp, so its labels are a piece of each slice
+        hidden: Tensor,  # (B, L/tp, H)
+        labels: Tensor,  # (B, tp, L/tp): the head gathers a chunk over tp, so its labels are a piece of each slice
         num_chunks: int,
         *parameters: Tensor,  # what else gets a gradient
     ) -> Tensor:
@@ -1349,12 +1383,12 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 class SumCrossEntropy(torch.autograd.Function):
-    """The sum of the cross entropy over labels (N,) that are not -100, in float32; `apply` takes what `forward` does.
+    """The sum of the cross entropy over labels (N,) that are not -100, in float32.
 
     Logits are (N, V), under tp this rank's (N, V/tp), from entry `first` on: then the ranks of `group` exchange the
     highest logit of each token, and with one more call the sum of the exponents and the logit of the label, as in
-    Megatron-LM, arXiv 1909.08053, section 3. A float32 copy of the logits becomes their gradient;
-    autograd's own would take three.
+    Megatron-LM, arXiv 1909.08053, section 3. A float32 copy of the logits becomes their gradient; autograd's own would
+    take three.
     """
 
     @staticmethod
@@ -1382,7 +1416,7 @@ class SumCrossEntropy(torch.autograd.Function):
 
 
 def with_hidden(output: transformers.utils.ModelOutput, hidden: Tensor) -> transformers.utils.ModelOutput:
-    """A decoder's output with other hidden states, and without the logits of routers, for which a head has a loss."""
+    """A decoder's output with other hidden states, and without router logits, of which the model would make a loss."""
     kept = {name: value for name, value in output.items() if name not in ("last_hidden_state", "router_logits")}
     return type(output)(last_hidden_state=hidden, **kept)
 
@@ -1390,7 +1424,7 @@ def with_hidden(output: transformers.utils.ModelOutput, hidden: Tensor) -> trans
 def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None) -> None:
     """Let `model(..., shifted_labels=labels)` return a loss and no logits, which then never exist as a whole.
 
-    It returns the sum of `SumCrossEntropy` over labels (B, S), which `train_step` divides by the number of labels of
+    It returns the sum of `SumCrossEntropy` over labels (B, L), which `train_step` divides by the number of labels of
     the whole step, and the logits of routers, (tokens, experts) for each layer, if the config asks for them.
     What a family does between decoder and logits is only in its own forward, which is therefore called many times,
     each time with something else in place of the decoder:
@@ -1422,7 +1456,7 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
         def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
             return SumCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), first, group)
 
-        def loss_of_hidden(hidden: Tensor, labels: Tensor) -> Tensor:  # of a chunk: (B, C/tp, H) and (B, C)
+        def loss_of_hidden(hidden: Tensor, labels: Tensor) -> Tensor:  # of a chunk of C tokens: (B, C/tp, H) and (B, C)
             output = run_with(lambda *args, **kwargs: with_hidden(decoded[0], hidden))
             return loss_of_logits(output.logits, labels)
 
@@ -1442,7 +1476,7 @@ def apply_chunked_loss(model: PreTrainedModel, tp_mesh: DeviceMesh | None = None
 
 
 def model_inputs(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
-    """What the model's forward takes of a micro-batch of `shard_batch`."""
+    """What the model's forward takes of a micro-batch of `shard_batch`; its documents go to the attention."""
     inputs = {"input_ids": batch["input_ids"], "use_cache": False}
     if model.attention_function is not None:  # else it counts positions in its own way
         # a mask of ones, or Transformers takes a shard's positions for those of packed documents
@@ -1572,7 +1606,7 @@ def save_checkpoint(
             with on_all_ranks(failed, group):
                 # more than one thread can lose the exception of one, and report a save that lacks half of its tensors
                 writer = dcp.FileSystemWriter(temporary, thread_count=1)
-                # the first in this block: as a collective it ends all ranks together if one of them fails
+                # first in this block, because it is a collective, which raises on all ranks; what follows is local
                 meta = dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
                 own = [*temporary.glob(f"__{get_rank()}_*.distcp")]
                 if is_main:
@@ -1632,13 +1666,15 @@ def checksum(path: Path) -> str:
 def commit_checkpoint(temporary: Path, final: Path, manifest: dict[str, Any], keep_last: int) -> None:
     """Turn a written directory into the newest checkpoint of its name, then prune. Rank 0 only, no collective.
 
-    Between any two system calls the last complete checkpoint is there under a name that resume looks at: it is moved
-    aside as `<name>_step<its step>`, and the new one is renamed into place when all of it is on the disk. What another
-    run saved is never pruned.
+    Between any two system calls the last complete checkpoint has a name that `--resume auto` looks at: it is moved to
+    `<name>_step<its step>`, and the new one is renamed into place when all of it is on the disk. What is written or
+    removed by half has a hidden name, and the next save sweeps it. What another run saved is never pruned.
     """
     saved = [old["saved"] + 0.001 for _, old in list_checkpoints(final.parent) if old]
     manifest["saved"] = max([time.time(), *saved])  # a clock may go back, the order may not
     (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    if read_manifest(temporary) is None:
+        raise ValueError(f"resume could not read this manifest: {manifest}")
     for path in (*temporary.rglob("*"), temporary):
         flush(path)
     if final.exists():
@@ -1713,7 +1749,7 @@ def find_checkpoint(resume: str, output_dir: Path, since: float, with_checksums:
     return None
 
 
-def begin_run(resume: str, output_dir: Path, with_checksums: bool) -> tuple[Path | None, dict[str, Any]]:
+def find_start(resume: str, output_dir: Path, with_checksums: bool) -> tuple[Path | None, dict[str, Any]]:
     """The checkpoint that this run begins with, or None; and what is known of it. A collective.
 
     The latter is the manifest, or {"run": a new name, also the id at wandb, "step": 0, "tokens": 0}. An elastic restart
@@ -1863,11 +1899,11 @@ def build_optimizer(model: nn.Module, weight_decay: float) -> Optimizer:
     matrices = {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay}
     vectors = {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0}
     groups = [group for group in (matrices, vectors) if group["params"]]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)  # betas as of GPT-3, arXiv 2005.14165
 
 
 def learning_rate_of_step(step: int, peak: float, warmup_steps: int, num_train_steps: int) -> float:
-    """Linear warm-up, then a cosine to zero. A function of the step (from 0) alone, so there is no state to save."""
+    """Linear warm-up from 0, then a cosine to 0: a function of the step (from 0), so there is no state to save."""
     if step < warmup_steps:
         return peak * step / warmup_steps
     progress = (step - warmup_steps) / max(1, num_train_steps - warmup_steps)
@@ -1877,7 +1913,7 @@ def learning_rate_of_step(step: int, peak: float, warmup_steps: int, num_train_s
 @torch.no_grad()
 def sum_over_tp(parameters: Iterable[nn.Parameter], tp_mesh: DeviceMesh) -> None:
     """Add up the gradients of parameters that tp does not cut, norms say: each rank has that of its own tokens and
-    columns. One collective for all of them, in float32, after FSDP has summed what it shards."""
+    columns. One collective for all of them, in float32, after FSDP has reduced gradients over dp x cp."""
     grads = [p.grad.to_local() for p in parameters if p.grad is not None and p.placements[-1].is_replicate()]
     if not grads:  # of a model whose norms have no weights
         return
@@ -1890,7 +1926,7 @@ def sum_over_tp(parameters: Iterable[nn.Parameter], tp_mesh: DeviceMesh) -> None
 @torch.no_grad()
 def reduce_loss_and_norm(loss_sum: Tensor, model: nn.Module, mesh: DeviceMesh | None, stop: bool = False) -> Tensor:
     """The loss summed over all ranks, the gradient's norm, and how many ranks want to stop: (3,) float64, the same on
-    all ranks. What several of them hold alike counts once. One collective."""
+    all ranks. A gradient that several ranks hold counts once. One collective."""
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in model.parameters():
         grad, copies = parameter.grad, 1
@@ -1920,16 +1956,17 @@ def train_step(
 ) -> Tensor:
     """One optimizer step. Returns (3,) on the device, the same in all meshes: the loss over all labels of the step, the
     norm before clipping, and on how many ranks `wants_stop`. Nothing in it makes the CPU wait for the GPU."""
-    tp, replicas = (mesh["tp"].size(), mesh.size() // mesh["tp"].size()) if mesh is not None else (1, 1)
+    tp, data_ranks = (mesh["tp"].size(), mesh.size() // mesh["tp"].size()) if mesh is not None else (1, 1)
     num_labels = torch.stack([(batch["labels"] != -100).sum() for batch in micro_batches]).sum()
     if mesh is not None:
         dist.all_reduce(num_labels)
         num_labels //= tp  # tp ranks hold the same labels
     num_labels = num_labels.clamp(min=1)
-    # FSDP averages gradients over its mesh; the loss is a mean over labels, which need not lie evenly on the ranks
-    scale, loss_sum = replicas / num_labels, torch.zeros((), device=num_labels.device)
+    # the loss is the mean over all labels of the step, which need not lie evenly on the ranks: their sum, over their
+    # number, times the ranks of dp x cp, because FSDP averages over these
+    scale, loss_sum = data_ranks / num_labels, torch.zeros((), device=num_labels.device)
     config, counts = model.config.get_text_config(), count_experts(model, micro_batches, mesh)
-    num_tokens = replicas * sum(batch["labels"].numel() for batch in micro_batches)
+    num_tokens = data_ranks * sum(batch["labels"].numel() for batch in micro_batches)
     for i, batch in enumerate(micro_batches):
         if mesh is not None and "dp_replicate" in mesh.mesh_dim_names:  # copies sum their gradients once a step
             model.set_requires_all_reduce(i == len(micro_batches) - 1)
@@ -1938,7 +1975,7 @@ def train_step(
         if counts is not None:
             extra = load_balancing_loss(router_logits, counts, num_tokens, config) * num_labels
             loss_sum += extra.detach()
-            loss = loss + extra / tp  # as all of tp compute it, and their gradients are added up
+            loss = loss + extra / tp  # all of tp compute it, and `sum_over_tp` adds their gradients up
         (loss * scale).backward()
     if tp > 1:
         sum_over_tp(model.parameters(), mesh["tp"])
@@ -2017,7 +2054,7 @@ def generate_text(
         row = torch.tensor(ids + [0] * (seq_len - len(ids)))  # no token sees those after it
         rows = row.expand(dp, -1)  # all of dp do the same
         [batch] = shard_batch(rows, rows, mesh, 1, device)
-        logits = model(**model_inputs(model, batch)).logits[0]  # (S/cp, V/tp)
+        logits = model(**model_inputs(model, batch)).logits[0]  # (L, V/tp)
         noise = -torch.empty(vocab_size).exponential_(generator=random).log()
         noise[len(tokenizer) :] = -math.inf  # rows that only fill up the vocabulary
         best = -math.inf, 0
@@ -2030,13 +2067,13 @@ def generate_text(
     return tokenizer.decode(ids)
 
 
-# of a run: what it prints, and what it logs
+# ---- what a run prints and logs --------------------------------------------------------------------------------------
 
 
 def describe_run(args: Config, model: nn.Module, num_tokens: int, trained: int, held_out: range) -> None:
-    """Print each derived quantity once."""
+    """Print what the flags come to: mesh, model, step, data and schedule."""
     local = [local_part(parameter) for parameter in model.parameters()]
-    mebibytes = sum(4 * 4 * p.numel() for p in local) / 2**20  # with gradient and AdamW state
+    mebibytes = sum(4 * 4 * p.numel() for p in local) / 2**20  # 4 bytes x (weight, gradient, two moments)
     step_tokens, dp = args.global_batch_size * args.seq_len, args.dp_size
     micro_batches = args.global_batch_size // dp // args.micro_batch_size
     epochs = args.num_train_steps * args.global_batch_size / trained
@@ -2153,7 +2190,7 @@ def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path
         run.define_metric("*", step_metric="step")
         return run
     except Exception as error:
-        log(f"wandb is off: {first_line(error)}")
+        log(f"wandb is off: {reason_of(error)}")
         return None
 
 
@@ -2178,9 +2215,11 @@ def log_step(entry: dict[str, Any], metrics: TextIO, wandb_run: Any) -> None:
 def print_summary(summary: dict[str, Any]) -> None:
     """What this process has trained."""
     used = f", MFU {summary['mfu']:.1%}" if "mfu" in summary else ""
-    # of a CPU process the kernel knows it, in KiB
+    # without a GPU that of the process, which Linux gives in KiB
     gib = summary.get("peak_memory_gib") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    spent = "{tokens:,} tokens in {seconds:,.0f} s with evaluations and saves, {tokens_per_second:,.0f} a second"
+    spent = (
+        "{tokens_trained:,} tokens in {seconds:,.0f} s with evaluations and saves, {tokens_per_second:,.0f} a second"
+    )
     log(f"{spent.format(**summary)}{used}, peak memory of rank 0 {gib:.2f} GiB")
     log("loss {final_loss:.4f}, at best {best_loss:.4f} in step {best_step}".format(**summary))
 
@@ -2244,7 +2283,7 @@ def train(
         batch = loader.submit(load_batch, step + 1)
 
         # forward, backward, update; dropout has other masks on each rank, and in a resumed run the same
-        torch.manual_seed(args.seed + 100_003 * step + get_rank())
+        torch.manual_seed(args.seed + 100_003 * step + get_rank())  # no two ranks and steps have one
         lr = learning_rate_of_step(step - 1, args.learning_rate, args.warmup_steps, args.num_train_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -2261,14 +2300,14 @@ def train(
         # what it was like
         entry = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": train_state["tokens"]}
         entry |= measure_speed(step_tokens, time.perf_counter() - started, flops, device)
-        entry |= {"run": train_state["run"], "mesh": mesh_name, "first_step": first_step}  # that of this process
+        entry |= {"run": train_state["run"], "mesh": mesh_name, "first_step": first_step}  # tells where it was resumed
         if args.eval_every and step % args.eval_every == 0:
             sizes = args.seq_len, args.global_batch_size
             entry["eval_loss"] = evaluate(model, tokens, held_out, *sizes, shard, mesh)
-            entry["eval_perplexity"] = math.exp(min(entry["eval_loss"], 700))
+            entry["eval_perplexity"] = math.exp(min(entry["eval_loss"], 700))  # more overflows
         if is_main:
             log_step(entry, metrics, wandb_run)
-            shown = "loss {loss:.4f}, norm {grad_norm:.3f}, lr {lr:.2e}, {tokens_per_second:.0f} tok/s"
+            shown = "loss {loss:.4f}, grad norm {grad_norm:.3f}, lr {lr:.2e}, {tokens_per_second:.0f} tok/s"
             bar.set_postfix_str(shown.format(**entry), refresh=False)
             bar.update()
 
@@ -2291,7 +2330,7 @@ def train(
     summary: dict[str, Any] = {"checkpoint": str(path)}
     if best[1]:  # there was a step
         seconds, trained = time.perf_counter() - begun, (train_state["step"] - first_step + 1) * step_tokens
-        summary |= {"final_loss": loss, "best_loss": best[0], "best_step": best[1], "tokens": trained}
+        summary |= {"final_loss": loss, "best_loss": best[0], "best_step": best[1], "tokens_trained": trained}
         summary |= {"seconds": seconds, **measure_speed(trained, seconds, flops, device)}
         print_summary(summary)
     if wandb_run is not None:
@@ -2325,7 +2364,7 @@ def end_run(
         dist.destroy_process_group()
 
 
-# tools without a run: a picture of what was logged, and a plan
+# ---- tools without a run: a picture of what was logged, and a plan ---------------------------------------------------
 
 
 def draw_metrics(folders: list[Path]) -> Path:
@@ -2453,12 +2492,12 @@ def dry_run(args: Config, config: PreTrainedConfig) -> None:
     model = build_model(config, mesh, "cpu", getattr(torch, args.dtype), seq_len=args.seq_len, **options)
     if args.device != "cpu":
         globals()["build_mask"] = lambda *ranges_and_kind: None
-    # private, both: the kernel of experts has no shapes without data in float32; and in positions without data
-    # Transformers would see documents, and give each layer a mask
+    # two private functions of Transformers: the kernel of experts does not run without data in float32, and positions
+    # without data would look like packed documents, for which each layer gets a mask
     transformers.integrations.moe._can_use_grouped_mm = lambda *tensors: False
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fill_buffers(model, torch.device("cpu"))
+        materialize(model, torch.device("cpu"))
         optimizer = build_optimizer(model, args.weight_decay)
         init_optimizer_state(optimizer)
         tokens = torch.zeros((args.global_batch_size, args.seq_len), dtype=torch.int64)
@@ -2509,15 +2548,16 @@ def run_tool(args: Config) -> None:
         export_checkpoint(path, Path(args.export_dir), getattr(torch, args.export_dtype))
         return print(f"Transformers folder: {args.export_dir}, of {path}, step {about['step']}", flush=True)
     config = load_config(args.model_name)
+    check_family(config.model_type, {"tp": args.tp_size, "dp": args.dp_size, "cp": args.cp_size})
     try:
         dry_run(args, config)
     except Exception as error:
-        fail(f"{config.model_type} cannot be planned without data: {first_line(error)}")
+        fail(f"{config.model_type} cannot be planned without data: {reason_of(error)}")
 
 
 def main(argv: list[str]) -> None:
     """One run, from its flags to its last checkpoint. The numbers are those of the sections."""
-    argv = read_flags(argv)  # 1
+    argv = read_flags(argv)  # 1; `resume_command` repeats them
     args = parse_arguments(argv)
     output_dir, dtype = Path(args.output_dir), getattr(torch, args.dtype)
     sizes = {"tp": args.tp_size, "dp": args.dp_size, "cp": args.cp_size}
@@ -2533,7 +2573,7 @@ def main(argv: list[str]) -> None:
     if dist.is_initialized():
         mesh = build_mesh(device.type, **sizes, dp_replicate=args.dp_replicate_size, timeout_s=args.timeout)
     _lock = open_output_dir(output_dir)  # held as long as this process lives
-    path, origin = begin_run(args.resume, output_dir, args.verify_checksums)
+    path, origin = find_start(args.resume, output_dir, args.verify_checksums)
     data_flags = "dataset_name dataset_config dataset_split seq_len global_batch_size document_mask seed".split()
     data = {key: getattr(args, key) for key in data_flags}
     if changed := [key for key in data if origin.get(key, data[key]) != data[key]]:
@@ -2564,7 +2604,7 @@ def main(argv: list[str]) -> None:
     num_sequences, held_out = split_data(args.dataset_name, len(tokens), args.seq_len, args.eval_every > 0)
 
     # 3: storage for this rank's shards, and values: random, trained, or with the optimizer's from a checkpoint
-    fill_buffers(model, device)
+    materialize(model, device)
     optimizer = build_optimizer(model, args.weight_decay)
     if kind == "random":
         send_weights(model, functools.partial(draw_full_model, config, args.seed), "the seed", slow_group)

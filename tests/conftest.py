@@ -132,7 +132,7 @@ def shard_model(source, sizes, dtype=torch.float32, dp_replicate=1, **options):
     script = load_script()
     mesh = None if sizes is None else script.build_mesh("cpu", **sizes._asdict(), dp_replicate=dp_replicate)
     model = script.build_model(source.config, mesh, "cpu", dtype, **{"seq_len": 32, **options})
-    script.fill_buffers(model, torch.device("cpu"))
+    script.materialize(model, torch.device("cpu"))
     script.send_weights(model, lambda: source, "the test", None)
     return model, mesh
 

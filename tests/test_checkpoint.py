@@ -301,7 +301,7 @@ def wrapped_layers(sizes, folder):
     plain, optimizer, _ = build(sizes)
     plain_path = save(f"{folder}/plain", plain, optimizer, sizes, step=1).result()
     model = script.build_model(config, mesh, "cpu", torch.float32, seq_len=32)
-    script.fill_buffers(model, CPU)
+    script.materialize(model, CPU)
     script.send_weights(model, lambda: make_model(config), "the test", None)
     layers = model.model.layers
     layers[0] = checkpoint_wrapper(layers[0])

@@ -37,7 +37,7 @@ def build(config, sizes, has_documents=False):
     script.fail = families.refuse
     mesh = script.build_mesh("cpu", **sizes._asdict()) if sizes != ONE else None
     model = script.build_model(config, mesh, "cpu", torch.float32, seq_len=S, has_documents=has_documents)
-    script.fill_buffers(model, CPU)
+    script.materialize(model, CPU)
     script.send_weights(model, lambda: source, "the test", None)
     return model, mesh
 

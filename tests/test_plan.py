@@ -70,7 +70,7 @@ def real_step(sizes, activation_checkpointing):
     mesh = script.build_mesh("cpu", **sizes._asdict()) if sizes != ONE else None
     options = {"seq_len": SEQ_LEN, "activation_checkpointing": activation_checkpointing}
     model = script.build_model(config, mesh, "cpu", torch.float32, **options)
-    script.fill_buffers(model, torch.device("cpu"))
+    script.materialize(model, torch.device("cpu"))
     optimizer = script.build_optimizer(model, weight_decay=0.1)
     script.init_optimizer_state(optimizer)
     ids = torch.randint(0, SMALL["vocab_size"], (sizes.dp, SEQ_LEN))

@@ -19,7 +19,7 @@ def build(config, sizes):
     script = load_script()
     mesh = script.build_mesh("cpu", **sizes._asdict()) if sizes != ONE else None
     model = script.build_model(config, mesh, "cpu", torch.float32, seq_len=24)
-    script.fill_buffers(model, torch.device("cpu"))
+    script.materialize(model, torch.device("cpu"))
     return model
 
 

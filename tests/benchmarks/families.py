@@ -169,7 +169,7 @@ def train_on_mesh(family, sizes, change=None):
     try:
         mesh = script.build_mesh("cpu", **sizes._asdict())
         model = script.build_model(make_config(family), mesh, "cpu", torch.float32, seq_len=SEQ_LEN)
-        script.fill_buffers(model, cpu)
+        script.materialize(model, cpu)
         script.send_weights(model, lambda: source, family, None)
         optimizer = RecordingSGD(model.parameters(), lr=LEARNING_RATE)
         losses, norms = [], []

@@ -59,7 +59,7 @@ def build(config, sizes, seq_len, mode):
     mesh = script.build_mesh("cpu", **sizes._asdict()) if sizes != ONE else None
     options = {"seq_len": seq_len, "activation_checkpointing": mode}
     model = script.build_model(config, mesh, "cpu", torch.float32, **options)
-    script.fill_buffers(model, torch.device("cpu"))
+    script.materialize(model, torch.device("cpu"))
     for parameter in model.parameters():
         (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().normal_(0, 0.02)
     optimizer = script.build_optimizer(model, weight_decay=0.1)

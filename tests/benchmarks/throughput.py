@@ -117,7 +117,7 @@ def script(section, mesh, tick):
     module, (config, make, batches) = load_script(), setup(section)
     device, mesh = torch.device("cpu"), module.build_mesh("cpu", **mesh) if mesh else None
     model = module.build_model(config, mesh, "cpu", torch.float32, seq_len=section.batch[1])
-    module.fill_buffers(model, device)
+    module.materialize(model, device)
     module.send_weights(model, make, "the benchmark", None)
     optimizer = adamw(model)
     for ids in itertools.cycle(batches):
