@@ -170,11 +170,11 @@ def fail(sentence: str) -> NoReturn:
 
 
 def read_flags(argv: list[str]) -> list[str]:
-    """The arguments themselves, or those that a JSON file holds, if that is the only argument."""
-    if len(argv) == 1 and argv[0].endswith(".json"):
+    """The arguments, with the flags that a JSON file holds in its place, if one comes first; later ones win."""
+    if argv and argv[0].endswith(".json"):
         try:
             flags = json.loads(Path(argv[0]).read_text())
-            return [f"--{name}={value}" for name, value in flags.items() if value is not None]
+            return [f"--{name}={value}" for name, value in flags.items() if value is not None] + argv[1:]
         except (OSError, ValueError, AttributeError) as error:
             fail(f"{argv[0]} is no JSON file of flags: {error}")
     return argv
@@ -183,9 +183,13 @@ def read_flags(argv: list[str]) -> list[str]:
 def parse_arguments(argv: list[str]) -> Config:
     """Read the flags, fill in what depends on the number of ranks, and refuse what cannot work.
 
-    A JSON file of flags as the only argument does as well; each run leaves one, flags.json, in its output_dir.
+    A JSON file of flags can stand before them; each run leaves one, flags.json, in its output_dir.
     """
-    usage = {"usage": "3D_parallel.py [flags]", "description": __doc__.split("\n")[0], "allow_abbrev": False}
+    usage = {
+        "usage": "3D_parallel.py [FILE.json] [flags]",
+        "description": __doc__.split("\n")[0],
+        "allow_abbrev": False,
+    }
     parser = HfArgumentParser(Config.__mro__[1:-1], **usage)
     parser.error, env = fail, os.environ.get
     parser.set_defaults(tp_size=env("TP_SIZE") or 1, dp_size=env("DP_SIZE") or None, cp_size=env("CP_SIZE") or 1)
@@ -196,6 +200,8 @@ def parse_arguments(argv: list[str]) -> Config:
     world_size = int(env("WORLD_SIZE", 1)) if "RANK" in os.environ else 1  # some clusters set it without a launcher
     if args.dry_run and world_size > 1:
         fail(f"--dry_run takes one process, but there are {world_size}; --world_size is for the ranks to plan for")
+    if args.plot is not None and world_size > 1:
+        fail(f"--plot takes one process, but there are {world_size}; plain python would work")
     if args.export_dir is not None:
         check_export(args, world_size)
     elif args.plot is None:
@@ -215,6 +221,9 @@ def check_values(args: Config) -> None:
         fail("--max_grad_norm 0 would erase every gradient; a large value such as 1e9 turns clipping off")
     if args.init_from is not None and args.from_scratch:
         fail(f"--init_from {args.init_from} and --from_scratch exclude each other; give one of them")
+    tools = [name for name in ("plot", "export_dir", "dry_run") if getattr(args, name) not in (None, False)]
+    if len(tools) > 1:
+        fail(f"--{' and --'.join(tools)} exclude each other; give one of them")
     if args.world_size > 1 and not args.dry_run:
         fail(f"--world_size {args.world_size} is for --dry_run; a launcher such as torchrun sets the number of ranks")
 
@@ -261,6 +270,8 @@ def fit_to_ranks(args: Config, world_size: int) -> None:
 
 if __name__ == "__main__":  # the help, and flags that cannot work, end here
     parse_arguments(sys.argv[1:])
+    if os.environ.get("RANK", "0") == "0":
+        print("loading torch and transformers", flush=True)  # for some seconds nothing else is to be seen
 
 import filelock  # comes with torch
 import huggingface_hub
@@ -815,8 +826,11 @@ def plan_block(block: nn.Module, own_plan: dict[nn.Module, str], hidden_size: in
         if isinstance(leaf, nn.Linear):  # a term, or a gate of heads: bailing_hybrid
             # but the first half of latent attention (deepseek_v3) and a router (qwen2_moe) do the same on all ranks
             is_unknown = "_a_proj" not in name and not (has_experts and leaf.out_features != hidden_size)
-        else:  # the block's own: diffllama; but one number for each head is cut as the heads are: gpt_oss
-            is_unknown = leaf is block and not has_experts and shapes != {(num_heads,)}
+        else:  # the block's own: diffllama; but sinks, one number for each head, are cut as the heads are: gpt_oss
+            are_sinks = shapes == {(num_heads,)} and all(
+                "sink" in part for part, _ in leaf.named_parameters(recurse=False)
+            )
+            is_unknown = leaf is block and not has_experts and not are_sinks
         is_last = (hidden_size,) in shapes and (has_experts or len(terms) > 1)  # a norm of the sum: axk1
         if is_unknown or is_last:
             return {}
@@ -1222,6 +1236,8 @@ def read_documents(
     text_files = sorted(str(file) for file in path.rglob("*.txt")) if path.is_dir() else [dataset_name]
     if path.is_file() and path.stat().st_size == 0:
         raise ValueError("it is empty")
+    if path.is_dir() and text_files and (others := {file.suffix for file in path.rglob("*")} & builders.keys()):
+        raise ValueError(f"it holds .txt and {', '.join(sorted(others))} files; keep one kind in a folder")
     if dataset_name == "stdlib":
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
@@ -2038,18 +2054,20 @@ def generate_text(
     seq_len: int,
     temperature: float = 0.7,
     seed: int = 0,
+    max_seconds: float = 10.0,
 ) -> str:
     """Continue a prompt in the mesh itself, the same in every mesh. A collective.
 
     Each rank scores the tokens whose logits it has, and the highest score of all is taken: logits over temperature plus
     Gumbel noise, whose maximum is a sample of the softmax (arXiv 1611.01144, section 2). There is no cache: a token
-    takes a forward over all of `seq_len`.
+    takes a forward over all of `seq_len`, so it ends where a rank has spent `max_seconds`.
     """
     model.eval()
     device, vocab_size = next(model.parameters()).device, model.config.get_text_config().vocab_size
     dp, tp, tp_rank = (mesh["dp"].size(), mesh["tp"].size(), mesh.get_local_rank("tp")) if mesh else (1, 1, 0)
     first = tp_rank * rows_of_rank(vocab_size, tp)  # of the tokens whose logits this rank has
     ids, random = tokenizer(prompt)["input_ids"], torch.Generator().manual_seed(seed)
+    deadline = time.perf_counter() + max_seconds
     for place in range(len(ids) - 1, min(len(ids) + num_tokens, seq_len) - 1):
         row = torch.tensor(ids + [0] * (seq_len - len(ids)))  # no token sees those after it
         rows = row.expand(dp, -1)  # all of dp do the same
@@ -2062,7 +2080,10 @@ def generate_text(
             scores = logits[here][0].float().cpu() / temperature
             scores += noise[first : first + len(scores)]
             best = scores.max().item(), first + scores.argmax().item()
-        ids.append(max(gather_objects(best))[1])
+        found = gather_objects((*best, time.perf_counter() > deadline))
+        ids.append(max(found)[1])
+        if any(is_late for _, _, is_late in found):
+            break
     model.train()
     return tokenizer.decode(ids)
 
@@ -2079,11 +2100,11 @@ def describe_run(args: Config, model: nn.Module, num_tokens: int, trained: int, 
     epochs = args.num_train_steps * args.global_batch_size / trained
     size, flops = sum(p.numel() for p in model.parameters()), flops_per_token(model, args.seq_len)
     name = f"{model.config.model_type}, {len(find_decoder_layers(model))} layers, {size:,} parameters"
-    batch = f"{micro_batches} micro-batches of {args.micro_batch_size} x {args.seq_len // args.cp_size}"
+    batch = f"micro-batches: {micro_batches} of {args.micro_batch_size} x {args.seq_len // args.cp_size}"
     total = f"{args.num_train_steps * step_tokens:,} tokens, {epochs:.2g} epochs"
-    log(f"mesh: dp {dp} x cp {args.cp_size} x tp {args.tp_size}, {get_world_size()} ranks on {local[0].device.type}")
+    log(f"mesh: dp {dp} x cp {args.cp_size} x tp {args.tp_size}, ranks: {get_world_size()} on {local[0].device.type}")
     log(f"model: {name}, {flops:.3g} flop a token, {mebibytes:,.1f} MiB a rank in training")
-    log(f"step: {args.global_batch_size} x {args.seq_len} = {step_tokens:,} tokens; a rank has {batch}")
+    log(f"step: {args.global_batch_size} x {args.seq_len} = {step_tokens:,} tokens; of a rank {batch}")
     log(f"data: {num_tokens:,} tokens, {trained:,} sequences to train on, {len(held_out)} held out")
     log(f"run: {args.num_train_steps:,} steps, {total}; lr up to {args.learning_rate:g} in {args.warmup_steps} steps")
 
@@ -2154,7 +2175,7 @@ def start_profiler(folder: Path, device: torch.device) -> torch.profiler.profile
 def open_metrics(output_dir: Path, run: str) -> Any:
     """metrics.jsonl, opened to append; what another run has left there is first renamed. Rank 0 only."""
     path = output_dir / "metrics.jsonl"
-    if path.exists() and f'"run": "{run}"' not in path.open().readline():
+    if path.exists() and f'"run": "{run}"' not in path.open(errors="replace").readline():
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
         os.rename(path, path.with_name(f"metrics_{stamp}_{uuid.uuid4().hex[:4]}.jsonl"))
     file = path.open("a+")
@@ -2195,7 +2216,10 @@ def start_wandb(mode: str, config: dict[str, Any], run_id: str, output_dir: Path
 
 
 def finish_wandb(run: Any, summary: dict[str, Any], artifact: Path | None) -> None:
-    """End a run of wandb with this summary, and with a checkpoint as its artifact, if one is given."""
+    """End a run of wandb with this summary, and with a checkpoint as its artifact, if one is given.
+
+    It may take long, so no rank must wait for this one any more.
+    """
     with contextlib.suppress(Exception):  # a failing wandb never stops a run
         run.summary.update(summary)
         if artifact is not None:
@@ -2224,15 +2248,16 @@ def print_summary(summary: dict[str, Any]) -> None:
     log("loss {final_loss:.4f}, at best {best_loss:.4f} in step {best_step}".format(**summary))
 
 
-def resume_command(args: Config, argv: list[str], num_train_steps: int) -> str:
-    """The command that goes on from this run's last checkpoint, up to `num_train_steps`."""
+def resume_command(args: Config, argv: list[str], path: Path | None, num_train_steps: int) -> str:
+    """The command that goes on from this run's last checkpoint, `path`, up to `num_train_steps`."""
     replaced = r" --(resume|init[_-]from|num[_-]train[_-]steps|[tdc]p[_-]size)[ =]('[^']*'|\S+)"
-    kept = re.sub(replaced, "", " " + shlex.join(argv))
+    kept = re.sub(replaced, "", " " + shlex.join(argv)).rstrip()
     if not (launcher := os.environ.get("LAUNCHED_AS")):
         processes, script = os.environ.get("LOCAL_WORLD_SIZE"), shlex.quote(sys.argv[0])
         launcher = f"torchrun --standalone --nproc_per_node {processes} {script}" if processes else f"python {script}"
         launcher += f" --tp_size {args.tp_size} --dp_size {args.dp_size} --cp_size {args.cp_size}"
-    return f"{launcher}{kept} --resume auto --num_train_steps {num_train_steps}"
+    resume = "auto" if path is None or path.parent == Path(args.output_dir) else shlex.quote(str(path))
+    return f"{launcher}{kept} --resume {resume} --num_train_steps {num_train_steps}"
 
 
 def catch_signals() -> list[int]:
@@ -2254,13 +2279,15 @@ def train(
     shard: Callable,
     train_state: dict[str, Any],
     save: Callable[..., Future],
-) -> Path | None:
-    """Train to the last step or a signal, and keep `train_state` up to date. Returns the last checkpoint's path."""
-    is_main, output_dir, device = get_rank() == 0, Path(args.output_dir), next(model.parameters()).device
-    metrics = open_metrics(output_dir, train_state["run"]) if is_main else None
-    has_wandb = is_main or args.wandb_all_ranks
-    wandb_run = start_wandb(args.wandb_mode, asdict(args), train_state["run"], output_dir) if has_wandb else None
-    profiler = start_profiler(output_dir / "profile", device) if args.profile else None
+    metrics: TextIO | None,
+    wandb_run: Any,
+) -> tuple[Path | None, dict[str, Any]]:
+    """Train to the last step or a signal, and keep `train_state` up to date.
+
+    Returns the last checkpoint's path, if there is one of this process, and a summary, empty if there was no step.
+    """
+    is_main, device = get_rank() == 0, next(model.parameters()).device
+    profiler = start_profiler(Path(args.output_dir) / "profile", device) if args.profile else None
     flops, step_tokens = flops_per_token(model, args.seq_len), args.global_batch_size * args.seq_len
     first_step, mesh_name = train_state["step"] + 1, "tp{tp}_dp{dp}_cp{cp}".format(**train_state)
     signals = catch_signals()  # the first asks for a save and an end after the step, more of them change nothing
@@ -2327,15 +2354,11 @@ def train(
     path = saving.result() if saving is not None else None
     bar.close()
 
-    summary: dict[str, Any] = {"checkpoint": str(path)}
-    if best[1]:  # there was a step
-        seconds, trained = time.perf_counter() - begun, (train_state["step"] - first_step + 1) * step_tokens
-        summary |= {"final_loss": loss, "best_loss": best[0], "best_step": best[1], "tokens_trained": trained}
-        summary |= {"seconds": seconds, **measure_speed(trained, seconds, flops, device)}
-        print_summary(summary)
-    if wandb_run is not None:
-        finish_wandb(wandb_run, summary, path if is_main and args.wandb_artifact else None)
-    return path
+    if best[1] == 0:
+        return path, {}
+    seconds, trained = time.perf_counter() - begun, (train_state["step"] - first_step + 1) * step_tokens
+    summary = {"final_loss": loss, "best_loss": best[0], "best_step": best[1], "tokens_trained": trained}
+    return path, {**summary, "seconds": seconds, **measure_speed(trained, seconds, flops, device)}
 
 
 def end_run(
@@ -2346,9 +2369,12 @@ def end_run(
     mesh: DeviceMesh | None,
     step: int,
     path: Path | None,
+    summary: dict[str, Any],
 ) -> None:
-    """Show what the tiny model has learned, say how to go on, and leave the process group. A collective."""
+    """Say what was trained, what the tiny model learned and how to go on; leave the process group. A collective."""
     last, finished = args.num_train_steps, step >= args.num_train_steps
+    if summary:
+        print_summary(summary)
     if args.model_name == "tiny" and finished and step >= 100:  # before, it writes noise
         text = generate_text(model, tokenizer, mesh, prompt="def ", num_tokens=200, seq_len=args.seq_len)
         log(f"---- what it writes now\n{text}\n----")
@@ -2359,7 +2385,7 @@ def end_run(
             tokenizer.save_pretrained(folder)
         log(f"Transformers folder: {folder}")
     log(f"{'' if finished else 'stopped by a signal, '}checkpoint of step {step}: {path}")
-    log(f"go on with: {resume_command(args, argv, 2 * step if finished else last)}")
+    log(f"go on with: {resume_command(args, argv, path, 2 * step if finished else last)}")
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -2382,33 +2408,37 @@ def draw_metrics(folders: list[Path]) -> Path:
     panels = figure.subplots(2, 2, sharex=True).flatten()
     colors = itertools.cycle(["#0072b2", "#d55e00", "#009e73", "#cc79a7"])  # which colour-blind people can tell apart
     for folder, color in zip(folders, colors):
+        before = {"mesh": "", "first_step": 0}  # what files of an older version lack
         try:
             lines = (folder / "metrics.jsonl").read_text().splitlines()
-        except OSError as error:
-            fail(f"--plot {folder} has no metrics.jsonl that can be read ({error.strerror})")
-        entries = [json.loads(line) for line in lines if line.endswith("}")]  # else a full disk has cut it
-        if not entries:
-            fail(f"--plot {folder} has a metrics.jsonl without steps")
-        # of steps that were done again the later entry counts
-        table = pandas.DataFrame(entries).drop_duplicates("step", keep="last").set_index("step").sort_index()
+            entries = [before | json.loads(line) for line in lines if line.endswith("}")]  # else a full disk has cut it
+            # of steps that were done again the later entry counts
+            table = pandas.DataFrame(entries).drop_duplicates("step", keep="last").set_index("step").sort_index()
+            table[[*titles]] = table[[*titles]].astype(float)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            fail(f"--plot {folder} has no metrics.jsonl that can be drawn: {reason_of(error)}")
         table[[*titles]].plot(subplots=True, ax=panels, color=color, linewidth=1, legend=False, grid=True)
-        panels[0].lines[-1].set_label(f"{folder.resolve().name}, {table['mesh'].iloc[0]}")
+        name = str(folder).replace("$", r"\$")  # between two of them matplotlib sets formulas
+        panels[0].lines[-1].set_label(f"{name}, {table['mesh'].iloc[0]}")
         if "eval_loss" in table:
-            held_out = {"style": "o", "fillstyle": "none", "label": f"{folder.resolve().name}, held out"}
+            held_out = {"style": "o", "fillstyle": "none", "label": f"{name}, held out"}
             table["eval_loss"].dropna().plot(ax=panels[0], color=color, **held_out)
         for step in table.index[table.index == table["first_step"]][1:]:
             for panel in panels:
                 panel.axvline(step, color=color, linestyle=":", linewidth=1)
-            before, mesh = table["mesh"].loc[:step].iloc[-2:]
+            last_mesh, mesh = table["mesh"].loc[:step].iloc[-2:]
             where = {"xy": (step, 0.98), "xycoords": ("data", "axes fraction"), "va": "top", "ha": "right"}
-            panels[0].annotate("" if mesh == before else mesh, **where, rotation=90, fontsize=8, color=color)
+            panels[0].annotate("" if mesh == last_mesh else mesh, **where, rotation=90, fontsize=8, color=color)
     for panel, title in zip(panels, titles.values()):
         panel.set_title(title, loc="left")
     for panel in panels[2:]:
         panel.set_ylim(bottom=0)
     panels[0].legend(frameon=False)
     path = folders[0] / "metrics.svg"
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        fail(f"--plot {folders[0]} cannot be written to: {reason_of(error)}")
     return path
 
 
@@ -2520,7 +2550,8 @@ def dry_run(args: Config, config: PreTrainedConfig) -> None:
         group = mesh[axis].get_group().group_name
         axes[group] = f"{axes[group]} {axis}" if group in axes else axis
     gib = 2**30
-    print(f"one rank of {args.world_size}: {sizes}, {config.model_type}, {total:,} parameters, {args.dtype}")
+    sizes_text = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    print(f"one rank of {args.world_size}: {sizes_text}, {config.model_type}, {total:,} parameters, {args.dtype}")
     micro_batch = f"{args.micro_batch_size} x {args.seq_len // args.cp_size}"
     print(f"tokens a step: {step_tokens:,}, in micro-batches of {micro_batch}")
     print(f"memory, GiB: parameters {parameters / gib:.3f}, gradients {parameters / gib:.3f}, ", end="")
@@ -2562,7 +2593,10 @@ def main(argv: list[str]) -> None:
     output_dir, dtype = Path(args.output_dir), getattr(torch, args.dtype)
     sizes = {"tp": args.tp_size, "dp": args.dp_size, "cp": args.cp_size}
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what DCP tells one process
-    if any(name not in ("tiny", "stdlib") and not Path(name).exists() for name in (args.model_name, args.dataset_name)):
+    names = {args.model_name, args.dataset_name} - {"tiny", "stdlib"}
+    if any(
+        re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) and not Path(name).exists() for name in names
+    ):  # ids of the hub
         go_offline_without_hub()
     if args.plot is not None or args.export_dir is not None or args.dry_run:
         return run_tool(args)
@@ -2614,8 +2648,13 @@ def main(argv: list[str]) -> None:
         send_weights(model, functools.partial(read_full_model, source, config), source, slow_group)
 
     # 9: train, save
-    if get_rank() == 0:
-        (output_dir / "flags.json").write_text(json.dumps(asdict(args), indent=1))
+    metrics, wandb_run = None, None
+    with on_all_ranks(f"--output_dir {output_dir} cannot be written"):
+        if get_rank() == 0:
+            (output_dir / "flags.json").write_text(json.dumps(asdict(args), indent=1))
+            metrics = open_metrics(output_dir, train_state["run"])
+    if get_rank() == 0 or args.wandb_all_ranks:
+        wandb_run = start_wandb(args.wandb_mode, asdict(args), train_state["run"], output_dir)
     describe_run(args, model, len(tokens), num_sequences, held_out)
     done = ", nothing left to train" if train_state["step"] >= args.num_train_steps else ""
     log(f"weights: {source}, step {train_state['step']}{done}")
@@ -2625,8 +2664,15 @@ def main(argv: list[str]) -> None:
     document_end = tokenizer.eos_token_id if args.document_mask else None
     options = {"micro_batch_size": args.micro_batch_size, "document_end": document_end, "device": device}
     shard = functools.partial(shard_batch, mesh=mesh, **options)
-    path = train(model, optimizer, tokens, num_sequences, held_out, args, mesh, shard, train_state, save) or path
-    end_run(args, argv, model, tokenizer, mesh, train_state["step"], path)
+    logs = {"metrics": metrics, "wandb_run": wandb_run}
+    saved, summary = train(
+        model, optimizer, tokens, num_sequences, held_out, args, mesh, shard, train_state, save, **logs
+    )
+    path = saved or path
+    end_run(args, argv, model, tokenizer, mesh, train_state["step"], path, summary)
+    if wandb_run is not None:
+        artifact = path if args.wandb_artifact and metrics is not None else None
+        finish_wandb(wandb_run, {**summary, "checkpoint": str(path)}, artifact)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 #SBATCH --signal=USR1@120
 # Launches 3D_parallel.py with torchrun: one process a GPU, or CPU processes where there is none.
 #
-#   ./launch.sh [flags]                                  this machine; python 3D_parallel.py --help has the flags
+#   ./launch.sh [FILE.json] [flags]                      this machine; python 3D_parallel.py --help has the flags
 #   TP_SIZE=2 DP_SIZE=2 CP_SIZE=2 ./launch.sh            the mesh; --tp_size, --dp_size and --cp_size do the same
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 ./launch.sh   the first of two machines; NODE_RANK=1 on the second
 #   NNODES=1:4 RDZV_ENDPOINT=node0:29400 ./launch.sh     on each of one to four machines, some of which come and go
@@ -42,7 +42,13 @@ if [[ -n ${SLURM_JOB_ID:-} ]] && ((${SLURM_STEP_ID:-4294967291} > 4294967000)) &
     exec srun "${step[@]}" bash "$here/launch.sh" "$@"
 fi
 
-# the mesh decides how many processes there are, so its flags are read here too
+# the mesh decides how many processes there are, so its flags are read here too, first those of a file
+if [[ ${1:-} == *.json && -f $1 ]]; then
+    for axis in TP DP CP; do
+        size=$(sed -n "s/.*\"${axis,,}_size\": *\([0-9]*\).*/\1/p" "$1" | sed -n 1p)
+        [[ -z $size ]] || declare "${axis}_SIZE=$size"
+    done
+fi
 previous=""
 for word in "$@"; do
     case "$previous $word" in
@@ -118,6 +124,7 @@ export LAUNCH_ID=${LAUNCH_ID:-$HOSTNAME-$$-$(date +%s)-$RANDOM}
 LAUNCHED_AS="${PYTHON:+PYTHON=$(printf %q "$PYTHON") }TP_SIZE=$TP_SIZE ${DP_SIZE:+DP_SIZE=$DP_SIZE }CP_SIZE=$CP_SIZE"
 LAUNCHED_AS+=" $again$(printf %q "${BASH_SOURCE[0]}")"
 export LAUNCHED_AS
+echo "launch.sh: $processes process$([[ $processes == 1 ]] || echo es) on this machine, $( ((gpus > 0)) && echo "one a GPU" || echo "on its CPU")"
 python=${PYTHON:-python}
 command -v "$python" >/dev/null || python=python3
 # on SIGTERM and SIGUSR1 the ranks save and end; torchrun hands on what it is told to

@@ -87,6 +87,9 @@ BAD_FLAGS = [
     Flags("export on two ranks", "--export_dir out --resume auto", r"--export_dir takes one process", 2),
     Flags("export to a file", f"--export_dir {__file__} --resume auto", r"--export_dir \S+ exists already; give a new"),
     Flags("export dtype", "--export_dtype int8", r"--export_dtype\b.*int8.*bfloat16"),
+    Flags("a picture on two ranks", "--plot out", r"--plot takes one process, but there are 2; plain python", 2),
+    Flags("two tools", "--plot out --dry_run", r"--plot and --dry_run exclude each other; give one of them"),
+    Flags("a plan and an export", "--dry_run --export_dir out --resume auto", r"--export_dir and --dry_run exclude"),
     Flags("no time", "--timeout 0", r"--timeout 0 must be at least 1"),
 ]
 
@@ -267,6 +270,7 @@ BAD_RUNS = [
     Run("data: no file", "--dataset_name {inputs}/no.txt", r"--dataset_name \S+/no.txt cannot be read.*: .*no.txt"),
     Run("data: kind of file", "--dataset_name {inputs}/other.kind", r"must end in one of .txt, .jsonl, .json, .csv"),
     Run("data: unknown", "--dataset_name no/such-data", r"--dataset_name no/such-data cannot be read.*'stdlib'"),
+    Run("data: two kinds", "--dataset_name {inputs}/mixed", r"it holds .txt and .csv files; keep one kind in a folder"),
     Run("data: empty file", "--dataset_name {inputs}/empty.txt", r"--dataset_name \S+/empty.txt .*it is empty"),
     Run("data: empty texts", "--dataset_name {inputs}/blank.jsonl", r"\S+/blank.jsonl .*(empty|0 tokens|no text)"),
     Run("data: no column", "--dataset_name {inputs}/body.jsonl", r"no column text, but body; see --text_column"),
@@ -309,6 +313,8 @@ def write_inputs(folder, script):
         "numbers.jsonl": '{"text": 3}\n',
         "broken.jsonl": '{"text": "a\n',
         "empty/nothing": "",
+        "mixed/a.txt": "to be or not to be\n",
+        "mixed/b.csv": "text\nto be\n",
         "broken/config.json": '{"model_type": ',
         "broken/manifest.json": "{",
         "other.kind": "to be or not to be\n",
@@ -430,11 +436,35 @@ def test_the_printed_command_keeps_flags_and_mesh(script, as_rank, monkeypatch):
     monkeypatch.delenv("LAUNCHED_AS", raising=False)
     monkeypatch.setattr(script.sys, "argv", ["3D_parallel.py"])
     argv = ["--resume=auto", "--num_train_steps", "7", "--output_dir", "a b", "--tp-size", "2"]
-    command = script.resume_command(script.parse_arguments(argv), argv, 14)
+    command = script.resume_command(script.parse_arguments(argv), argv, None, 14)
     assert command == (
         "torchrun --standalone --nproc_per_node 2 3D_parallel.py --tp_size 2 --dp_size 1 --cp_size 1 "
         "--output_dir 'a b' --resume auto --num_train_steps 14"
     )
+
+
+def test_the_printed_command_names_a_checkpoint_that_lies_elsewhere(script, as_rank, monkeypatch):
+    as_rank(1)
+    monkeypatch.delenv("LAUNCHED_AS", raising=False)
+    args = script.parse_arguments(["--output_dir", "here"])
+    for path, resume in [("here/checkpoint_tp1_dp1_cp1", "auto"), ("there/checkpoint_tp1_dp1_cp1", None)]:
+        command = script.resume_command(args, ["--output_dir", "here"], script.Path(path), 9)
+        assert command.endswith(f"--cp_size 1 --output_dir here --resume {resume or path} --num_train_steps 9"), command
+
+
+def test_flags_after_a_json_file_win(script, as_rank, tmp_path):
+    as_rank(1)
+    (tmp_path / "flags.json").write_text('{"seq_len": 64, "num_train_steps": 3, "resume": "never", "plot": null}')
+    args = script.parse_arguments([str(tmp_path / "flags.json"), "--resume", "auto", "--seq_len=32"])
+    assert (args.seq_len, args.num_train_steps, args.resume) == (32, 3, "auto")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "flags.json"])
+def test_a_log_that_cannot_be_written_is_one_sentence(pool, tmp_path, name):
+    (tmp_path / name).mkdir()
+    launch = pool.launch(2, "--seq_len", 32, "--num_train_steps", 2, "--output_dir", tmp_path)
+    assert launch.codes == [2, 2], launch.outputs
+    assert f"--output_dir {tmp_path} cannot be written" in only_sentence(launch.outputs, name)
 
 
 def test_a_json_file_of_flags_repeats_a_run(pool, tmp_path):

@@ -107,7 +107,7 @@ SWEPT = [
     ("equal", ALL, "llama qwen2 qwen3 mistral phi3 olmo2", None),  # what most people train
     ("equal", DP, "gpt2 opt bloom falcon mamba", None),
     # phi3, whose plan is broken below; packed matrices, a norm over all heads, a table of positions, no norm weights
-    ("equal", TP, "phi3 persimmon bitnet opt nanochat", None),
+    ("equal", TP, "phi3 persimmon bitnet opt nanochat diffllama", None),
     ("equal or refused", TP, "gpt2 bloom mamba", None),
     ("equal or refused", CP, "gpt2 bloom mamba", None),
     ("equal", TP, "gemma2 mixtral", checkpoint_activations),

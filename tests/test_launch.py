@@ -259,19 +259,22 @@ def program(path, body):
         ("", {"TP_SIZE": "2", "DP_SIZE": "3", "CP_SIZE": "2"}, 12, "TP=2 DP=3 CP=2"),
         ("--tp_size 4 --cp_size=2", {"TP_SIZE": "2"}, 8, "TP=4 DP=unset CP=2"),
         ("--tp-size 2 --dp-size=2", {}, 4, "TP=2 DP=2 CP=1"),
+        ("flags.json --cp_size 3", {"TP_SIZE": "4"}, 12, "TP=2 DP=2 CP=3"),
         ("", {"TP_SIZE": "2", "DP_SIZE": ""}, 2, "TP=2 DP=unset CP=1"),
         ("", {"TP_SIZE": "2", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 4, "TP=2 DP=unset CP=1"),
         ("--device cpu", {"TP_SIZE": "2", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 2, "TP=2 DP=unset CP=1"),
         ("", {"TP_SIZE": "2", "CUDA_VISIBLE_DEVICES": "-1"}, 2, "TP=2 DP=unset CP=1"),
     ],
-    ids=["default", "environment", "flags win", "dashes", "empty", "GPUs", "not on GPUs", "GPUs hidden"],
+    ids=["default", "environment", "flags win", "dashes", "file", "empty", "GPUs", "not on GPUs", "GPUs hidden"],
 )
 def test_launcher_counts_the_processes(tmp_path, argv, variables, processes, mesh):
     environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHON": program(tmp_path / "python", COMMAND)} | variables
+    (tmp_path / "flags.json").write_text('{\n "tp_size": 2,\n "dp_size": 2,\n "cp_size": 1,\n "seq_len": 32\n}')
     result = start([LAUNCHER, *argv.split()], tmp_path, **environment)
     assert result.code == 0, result.output
+    assert result.output.startswith(f"launch.sh: {processes} process"), result.output
     assert f"--nproc_per_node {processes} " in result.output, result.output
-    assert result.output.splitlines()[1] == mesh, result.output
+    assert result.output.splitlines()[2] == mesh, result.output
 
 
 ELASTIC = {"NNODES": "1:4", "RDZV_ENDPOINT": "node0:29400"}

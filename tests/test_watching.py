@@ -19,9 +19,9 @@ def test_start_and_end_say_every_derived_quantity_once(pool, tmp_path):
     assert not any(launch.codes), launch.outputs
     output, rows = launch.outputs[0], read_metrics(tmp_path)
     for expected in [
-        "mesh: dp 2 x cp 1 x tp 2, 4 ranks on cpu",
+        "mesh: dp 2 x cp 1 x tp 2, ranks: 4 on cpu",
         "model: llama, 3 layers, 631,680 parameters",
-        "step: 4 x 32 = 128 tokens; a rank has 2 micro-batches of 1 x 32",
+        "step: 4 x 32 = 128 tokens; of a rank micro-batches: 2 of 1 x 32",
         "256 held out",
         "run: 4 steps, 512 tokens",
         "lr up to 0.004 in 2 steps",
@@ -98,22 +98,39 @@ def test_a_picture_shows_runs_and_where_they_were_resumed(pool, tmp_path):
         assert f"<!-- {text} -->" in picture, text
     assert picture.count("<!-- tp2_dp1_cp1 -->") == 1, "a mark where the mesh stayed"
     for text in ["first, tp1_dp1_cp1", "first, held out", "second, tp1_dp1_cp2", "second, held out"]:
-        assert picture.count(f"<!-- {text} -->") == 1, text
+        assert picture.count(f"<!-- {tmp_path / text} -->") == 1, text
 
 
 def hide_matplotlib():
     sys.modules["matplotlib.figure"] = None  # an import of it now raises
 
 
-@pytest.mark.parametrize("case", ["no metrics", "empty metrics", "no matplotlib"])
+def test_a_picture_of_metrics_without_meshes_and_of_a_name_like_a_formula(pool, tmp_path):
+    """Files of an older version, and text that matplotlib would set as mathematics."""
+    folder = tmp_path / "dollar$x_$"
+    write_metrics(folder, [(1, 12, "tp1_dp1_cp1")], 0)
+    lines = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    old = [
+        {key: value for key, value in json.loads(line).items() if key not in ("mesh", "first_step")} for line in lines
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in old))
+    launch = pool.launch(0, "--plot", folder)
+    assert launch.codes == [0] and (folder / "metrics.svg").exists(), launch.outputs
+
+
+@pytest.mark.parametrize("case", ["none", "empty", "binary", "no steps", "other", "no place", "no matplotlib"])
 def test_a_picture_that_cannot_be_drawn_is_refused(pool, tmp_path, case):
-    sentence = {
-        "no metrics": f"--plot {tmp_path} has no metrics.jsonl that can be read",
-        "empty metrics": f"--plot {tmp_path} has a metrics.jsonl without steps",
-        "no matplotlib": "--plot needs a package that is not there: pip install matplotlib",
-    }[case]
-    if case == "empty metrics":
-        (tmp_path / "metrics.jsonl").touch()
+    sentence = f"--plot {tmp_path} has no metrics.jsonl that can be drawn"
+    row = {"step": 1, "loss": 1, "grad_norm": 1, "lr": 1, "tokens_per_second": 1}
+    contents = {"empty": b"", "binary": b"\xff\xfe}", "no steps": b'{"a": 1}', "other": b"[{}"}
+    if case == "no matplotlib":
+        sentence = "--plot needs a package that is not there: pip install matplotlib"
+    elif case == "no place":
+        sentence = f"--plot {tmp_path} cannot be written to"
+        contents[case] = json.dumps(row).encode()
+        (tmp_path / "metrics.svg").mkdir()
+    if case in contents:
+        (tmp_path / "metrics.jsonl").write_bytes(contents[case])
     launch = pool.launch(0, "--plot", tmp_path, before=hide_matplotlib if case == "no matplotlib" else None)
     assert launch.codes == [2] and sentence in launch.outputs[0] and "Traceback" not in launch.outputs[0], launch
 

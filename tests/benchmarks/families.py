@@ -90,6 +90,7 @@ SPECIAL = {
     "zamba": {"layer_types": ["mamba", "hybrid"]},
     "zamba2": {"layer_types": ["mamba", "hybrid"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 12},
+    "diffllama": {"head_dim": 4},  # as many as heads: its vectors of that size are no numbers of heads
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
     "zaya": {"num_experts_per_tok": 1},
 }
