@@ -329,7 +329,8 @@ def test_a_batch_job_starts_one_launcher_a_machine(tmp_path):
     srun, *lines = result.output.splitlines()
     assert result.code == 0 and srun.startswith("srun --nodes=2 --ntasks=2 ") and "--cpus-per-task=8" in srun, srun
     for rank in range(2):
-        command, mesh, again = lines[3 * rank : 3 * rank + 3]
+        started, command, mesh, again = lines[4 * rank : 4 * rank + 4]
+        assert started == "launch.sh: 2 processes on this machine, on its CPU", result.output
         assert f"--node_rank {rank} --master_addr gpu7 --master_port 15123 " in command, result.output
         assert command.endswith(f"--nproc_per_node 2 --signals_to_handle {SIGNALS} {SCRIPT} --seq_len 32"), command
         assert mesh == "TP=1 DP=4 CP=1" and again.startswith("slurm-123 ") and "sbatch --nodes=2 " in again, again
