@@ -90,7 +90,8 @@ def export_in_little_memory(folder):
 
 def test_export_holds_a_few_tensors_only(pool, tmp_path):
     grown, largest, total = pool.run(1, export_in_little_memory, str(tmp_path))[0]
-    assert total > 200e6 and grown < 4 * largest + 32e6, f"{grown / 1e6:.0f} MB, of a model of {total / 1e6:.0f} MB"
+    # a file of 16 MiB at a time, its copy while it is written, and what the allocator keeps of those before
+    assert total > 200e6 and grown < 4 * largest + 56e6, f"{grown / 1e6:.0f} MB, of a model of {total / 1e6:.0f} MB"
 
 
 def test_a_failing_export_leaves_nothing(pool, script, tmp_path, monkeypatch, capsys):

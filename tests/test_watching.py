@@ -14,7 +14,7 @@ FLAGS = ["--seq_len", 32, "--global_batch_size", 4, "--warmup_steps", 2, "--num_
 
 
 def test_start_and_end_say_every_derived_quantity_once(pool, tmp_path):
-    flags = [*FLAGS, "--micro_batch_size", 1, "--tp_size", 2, "--eval_every", 4, "--output_dir", tmp_path]
+    flags = [*FLAGS, "--micro_batch_size", 1, "--tp_size", 2, "--output_dir", tmp_path]
     launch = pool.launch(4, *flags)
     assert not any(launch.codes), launch.outputs
     output, rows = launch.outputs[0], read_metrics(tmp_path)
