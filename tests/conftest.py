@@ -303,7 +303,7 @@ class Pool:
         """Run the script's main on world_size ranks (0: one process without a launcher), as torchrun would.
 
         `before` is a module-level function that each rank calls first, to break something. Like torchrun, it ends the
-        other ranks 5 s after one has failed. Returns a Launch.
+        other ranks 3 s after one has failed. Returns a Launch.
         """
         self.runs += 1
         started, ranks = time.monotonic(), []
@@ -323,7 +323,7 @@ class Pool:
         deadline = started + timeout
         while any(process.is_alive() for process, _ in ranks) and time.monotonic() < deadline:
             if any(process.exitcode for process, _ in ranks):
-                deadline = min(deadline, time.monotonic() + 5)
+                deadline = min(deadline, time.monotonic() + 3)
             time.sleep(0.05)
         for process, _ in ranks:
             process.kill()

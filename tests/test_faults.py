@@ -384,7 +384,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_in_a_save_keeps_the_older_checkpoint(pool, tmp_path, fault):
     before, code, sentence, more = FAULTS[fault]
-    flags = [*FLAGS, "--output_dir", tmp_path, "--num_train_steps", 6, "--save_every", 2, "--timeout", 6]
+    flags = [*FLAGS, "--output_dir", tmp_path, "--num_train_steps", 6, "--save_every", 2, "--timeout", 5]
     launch = pool.launch(2, *flags, *more, before=before, timeout=90)
     output = "\n".join(launch.outputs)
     assert all(launch.codes) if code is None else launch.codes == [code, code], (launch.codes, output)
@@ -453,7 +453,7 @@ def rank_1_stops_in_load():
 
 
 def test_a_hang_in_a_load_ends(pool, tmp_path):
-    flags = [*FLAGS, "--output_dir", tmp_path, "--timeout", 6]
+    flags = [*FLAGS, "--output_dir", tmp_path, "--timeout", 5]
     assert pool.launch(1, *flags, "--num_train_steps", 2).codes == [0]
     more = ["--num_train_steps", 4, "--resume", "auto"]
     launch = pool.launch(2, *flags, *more, before=rank_1_stops_in_load, timeout=90)
@@ -464,7 +464,7 @@ def test_a_hang_in_a_load_ends(pool, tmp_path):
 @pytest.mark.parametrize("action", ["raises", "stops"])
 def test_fault_on_one_rank_ends_all(pool, tmp_path, action):
     """In the middle of a step, where the ranks of the mesh's own groups wait for each other."""
-    flags = [*FLAGS, "--output_dir", tmp_path, "--num_train_steps", 50, "--timeout", 6]
+    flags = [*FLAGS, "--output_dir", tmp_path, "--num_train_steps", 50, "--timeout", 5]
     before = {"raises": rank_1_raises_in_training, "stops": rank_1_stops_in_training}[action]
     launch = pool.launch(2, *flags, before=before, timeout=90)
     assert all(launch.codes) and launch.seconds < 60, (launch.codes, launch.outputs)
