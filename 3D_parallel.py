@@ -171,7 +171,7 @@ def fail(sentence: str) -> NoReturn:
 
 def read_flags(argv: list[str]) -> list[str]:
     """The arguments, with the flags that a JSON file holds in its place, if one comes first; later ones win."""
-    if argv and argv[0].endswith(".json"):
+    if argv and argv[0].endswith(".json") and not argv[0].startswith("-"):  # not --dataset_name=text.json
         try:
             flags = json.loads(Path(argv[0]).read_text())
             return [f"--{name}={value}" for name, value in flags.items() if value is not None] + argv[1:]
@@ -1156,9 +1156,8 @@ def build_mask(
         if places is None:
             return sees(b, h, q, k)
         q_place, k_place = places[b, q], places[b, k]
-        return sees(b, h, q_place, k_place) & (
-            q - q_place == k - k_place
-        )  # the same document: it begins at the same token
+        is_same_document = q - q_place == k - k_place  # it begins at the same token
+        return sees(b, h, q_place, k_place) & is_same_document
 
     sizes = (1 if places is None else len(places), 1, len(queries), len(keys))
     if dtype is None:  # compiled, so that no Q x K mask is in memory in between
@@ -2064,7 +2063,9 @@ def generate_text(
     """
     model.eval()
     device, vocab_size = next(model.parameters()).device, model.config.get_text_config().vocab_size
-    dp, tp, tp_rank = (mesh["dp"].size(), mesh["tp"].size(), mesh.get_local_rank("tp")) if mesh else (1, 1, 0)
+    dp, tp, tp_rank = (
+        (mesh["dp"].size(), mesh["tp"].size(), mesh.get_local_rank("tp")) if mesh is not None else (1, 1, 0)
+    )
     first = tp_rank * rows_of_rank(vocab_size, tp)  # of the tokens whose logits this rank has
     ids, random = tokenizer(prompt)["input_ids"], torch.Generator().manual_seed(seed)
     deadline = time.perf_counter() + max_seconds
@@ -2593,10 +2594,11 @@ def main(argv: list[str]) -> None:
     output_dir, dtype = Path(args.output_dir), getattr(torch, args.dtype)
     sizes = {"tp": args.tp_size, "dp": args.dp_size, "cp": args.cp_size}
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # what DCP tells one process
-    names = {args.model_name, args.dataset_name} - {"tiny", "stdlib"}
-    if any(
-        re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) and not Path(name).exists() for name in names
-    ):  # ids of the hub
+    names = [name for name in (args.model_name, args.dataset_name) if name not in ("tiny", "stdlib")]
+    ids_of_the_hub = [
+        name for name in names if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) and not Path(name).exists()
+    ]
+    if ids_of_the_hub:
         go_offline_without_hub()
     if args.plot is not None or args.export_dir is not None or args.dry_run:
         return run_tool(args)

@@ -44,9 +44,9 @@ fi
 
 # the mesh decides how many processes there are, so its flags are read here too, first those of a file
 if [[ ${1:-} == *.json && -f $1 ]]; then
-    for axis in TP DP CP; do
-        size=$(sed -n "s/.*\"${axis,,}_size\": *\([0-9]*\).*/\1/p" "$1" | sed -n 1p)
-        [[ -z $size ]] || declare "${axis}_SIZE=$size"
+    for axis in TP:tp DP:dp CP:cp; do
+        size=$(sed -n "s/.*\"${axis#*:}_size\": *\([0-9]*\).*/\1/p" "$1" | sed -n 1p)
+        [[ -z $size ]] || declare "${axis%:*}_SIZE=$size"
     done
 fi
 previous=""

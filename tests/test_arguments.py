@@ -457,6 +457,7 @@ def test_flags_after_a_json_file_win(script, as_rank, tmp_path):
     (tmp_path / "flags.json").write_text('{"seq_len": 64, "num_train_steps": 3, "resume": "never", "plot": null}')
     args = script.parse_arguments([str(tmp_path / "flags.json"), "--resume", "auto", "--seq_len=32"])
     assert (args.seq_len, args.num_train_steps, args.resume) == (32, 3, "auto")
+    assert script.parse_arguments(["--dataset_name=text.json", "--seq_len=32"]).dataset_name == "text.json"
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "flags.json"])

@@ -2,7 +2,6 @@
 
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -22,14 +21,9 @@ from conftest import (
     shard_model,
     whole,
 )
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 
 SIX_STEPS = [*FLAGS, "--num_train_steps", 6]
-
-
-def start_background():
-    return ThreadPoolExecutor(1), BlockingAsyncStager(), load_script().host_group(60)
 
 
 def hold_up_the_writing(seconds=0.5):
@@ -52,7 +46,7 @@ def change_right_after_the_call(sizes, folder):
     script.init_optimizer_state(optimizer)
     [(inputs, labels)] = make_batches(1, 512)
     batches = script.shard_batch(inputs, labels, mesh, inputs.shape[0] // sizes.dp, torch.device("cpu"))
-    background, saving, expected = start_background(), None, []
+    background, saving, expected = load_script().start_background(torch.device("cpu"), 60), None, []
     for step in range(3):
         expected.append(full_copy(model, optimizer))
         if saving is not None:

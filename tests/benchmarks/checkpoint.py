@@ -30,7 +30,6 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,7 +42,6 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as state_dicts
 import transformers
 from conftest import ALL, CP, DP, ONE, TP, Mesh, Pool, load_script, make_model, shard_model
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
 
@@ -208,7 +206,7 @@ def measure(sizes, layers, folder):
     for _ in range(1 + REPEATS):
         path = measure_save(save, result)
         result["gathered_save"].append(timed(lambda: gathered_save(file, model, optimizer))[0])
-    background = ThreadPoolExecutor(1), BlockingAsyncStager(), load_script().host_group(60)
+    background = load_script().start_background(torch.device("cpu"), 60)
     for _ in range(1 + REPEATS):
         dist.barrier()
         started = time.perf_counter()
